@@ -850,6 +850,22 @@ def test_newcomers_are_looked_at_while_answers_are_awaited(listener, keep):
     assert listener.collect(ours, Commit, Deadline(30), "test") == [Commit(3)] * 2
 
 
+def test_an_answer_that_check_has_read_ends_the_wait(listener, keep, monkeypatch):
+    """No socket becomes readable for it any more."""
+    monkeypatch.setattr(timeouts, "LISTENER_POLL_S", 25.0)
+    ours, theirs = two_workers(listener, keep)
+    for connection in theirs:
+        say(connection, Commit(3))
+
+    def check() -> None:
+        for connection in ours:
+            arrival(connection)
+            connection.check("test")
+
+    with within(10.0):
+        assert listener.collect(ours, Commit, Deadline(30), "test", check) == [Commit(3)] * 2
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Calls beside the conversation
 

@@ -183,6 +183,8 @@ class Listener:
                 raise timed_out([connection.peer for connection in owing], phase, deadline)
             if check is not None:
                 check()
+            if any(connection.has_mail() for connection in owing):
+                continue  # `check` has read it: no socket becomes readable for it
             for connection in self._poll_once(watched, deadline):
                 try:
                     connection.read(phase)

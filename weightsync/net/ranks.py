@@ -209,11 +209,8 @@ class Ranks:
         away_s: seconds added to the other ranks' wait, for rank 0's work before it calls this.
         """
         if self.rank:
-            return (
-                self._peers[0]
-                .expect(Value, Deadline(timeouts.RANK_PATIENCE * self.timeout_s + away_s), phase)
-                .read(kind)
-            )
+            patient = Deadline(timeouts.RANK_PATIENCE * self.timeout_s + away_s)
+            return self._peers[0].expect(Value, patient, phase).read(kind)
         self.hold.move()
         if not self._peers:
             return value
