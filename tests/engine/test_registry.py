@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import registry_models
-from engines import Remote, know_class
+from engines import VllmRemote, know_class
 
 from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
 from weightsync.planning.layout import Box, Manifest, coverage
 
 if TYPE_CHECKING:
     from weightsync.vllm.plan_offline import WorkerPlan
+
+pytestmark = pytest.mark.forks
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "registry.md"
@@ -73,7 +75,7 @@ class Outcome:
 
 
 class Planner:
-    """Lives in a process of its own, which imports vLLM once."""
+    """Lives in a process of its own, which has vLLM imported."""
 
     connections = ()
 
@@ -194,7 +196,7 @@ class Asked:
 
     def __init__(self, kind: type[Planner] = Planner) -> None:
         self._kind = kind
-        self._planner = Remote(kind)
+        self._planner = VllmRemote(kind)
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         return self._planner.call(fn, *args, timeout_s=PATIENCE_S)
@@ -202,9 +204,9 @@ class Asked:
     def outcome(self, architecture: str) -> Outcome:
         try:
             return self(self._kind.ask, architecture)
-        except AssertionError as error:  # of `Remote`, whose process is gone
+        except AssertionError as error:  # of `VllmRemote`, whose process is gone
             self.close()
-            self._planner = Remote(self._kind)
+            self._planner = VllmRemote(self._kind)
             return Outcome(FAULT, str(error))
         except Exception as error:
             return Outcome(FAULT, f"{type(error).__name__}: {error}" + "".join(getattr(error, "__notes__", ())))

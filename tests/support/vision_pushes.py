@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import State, differing, state_of
+from engines import NOT_COMPILED
 from torch import nn
 from vision_models import PROMPTS, QWEN_PROMPT, make_vision_model
 
@@ -43,6 +44,7 @@ def run(*cases: str) -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")]),
         "HF_HUB_OFFLINE": "1",
+        **NOT_COMPILED,
     }
     if not torch.cuda.is_available():
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process imports vLLM, not two
