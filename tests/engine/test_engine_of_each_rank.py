@@ -43,4 +43,5 @@ def test_engines_of_all_ranks_equal_cold_ones(engines: Remote, tmp_path: Path) -
     cold = engines.call(Engines.serve, "qwen3", timeout_s=240)
     for weights in "AB":
         tiny_models.save(tiny_models.build("qwen3", weights), tmp_path / f"qwen3-{weights}")
-    run_ranks(push_and_ask, RANKS, tmp_path, free_port(), cold, timeout_s=240)
+    spawn = multiprocessing.get_context("spawn")
+    run_ranks(push_and_ask, RANKS, tmp_path, free_port(), cold, timeout_s=240, context=spawn)

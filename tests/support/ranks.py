@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,8 +37,16 @@ def no_barrier() -> None:
     """Stand in for the barrier that a push gives to a source's `gather`."""
 
 
-def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: float = 120) -> None:
+def run_ranks(
+    fn: Callable[..., None],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    context: SpawnContext | ForkServerContext = FORKSERVER,
+) -> None:
     """Run `fn(rank, *args)` in `world_size` new processes with gloo initialised; `fn` is a module-level function.
+
+    context: "spawn" for ranks with engines, which are forked from the zygote then.
 
     Raises AssertionError with the traceback of the first rank that failed, or with the stacks of the ranks that had
     not finished after `timeout_s`. No process is left behind.
@@ -45,7 +54,7 @@ def run_ranks(fn: Callable[..., None], world_size: int, *args: Any, timeout_s: f
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            FORKSERVER.Process(target=_main, args=(fn, rank, world_size, folder, deadline, args), daemon=True)
+            context.Process(target=_main, args=(fn, rank, world_size, folder, deadline, args), daemon=True)
             for rank in range(world_size)
         ]
         for rank, process in enumerate(ranks):
