@@ -21,7 +21,6 @@ from weightsync import WeightSync
 from weightsync.planning.layout import Box, Manifest
 from weightsync.selection import TensorSelection
 from weightsync.sources.fsdp import FsdpSource
-from weightsync.vllm import supported_quant
 from weightsync.worker.checkpoint_quantize import expand, find_pairs, int8_packed, unpacked
 from weightsync.worker.trace import trace_loader, uncovered
 
@@ -185,6 +184,7 @@ def serve(engines: Engines, strategy: str) -> dict[str, Answer]:
 
 
 def push_and_compare(engines: Engines, strategy: str) -> None:
+    from weightsync.vllm import supported_quant
 
     cold = serve(engines, strategy)
     assert cold["A"] != cold["B"]
@@ -210,6 +210,7 @@ def refusal(engines: Engines) -> str:
     from types import SimpleNamespace
 
     from weightsync import UnsupportedError
+    from weightsync.vllm import supported_quant
 
     (layer,) = [module for name, module in engines.live_model().named_modules() if name.endswith("0.mlp.down_proj")]
     config = engines.llm.llm_engine.vllm_config.quant_config
