@@ -92,8 +92,9 @@ class AsyncCores:
         ]
 
     def nap(self) -> None:
-        """Keep the last core from its next step for a while, and return at once."""
+        """Keep the last core from its next step for a while. Return when the other core waits for this step."""
         asyncio.run_coroutine_threadsafe(self.llm.collective_rpc("nap", args=(CORES - 1,)), self._loop)
+        time.sleep(0.2)
 
     def end(self) -> None:
         async def end() -> None:
@@ -124,7 +125,7 @@ def push_to_cores(engines: Engines) -> dict[str, Any]:
             requests = [engine.begin(core) for core in range(CORES)]
             while engine.llm.output_processor.get_num_unfinished_requests() < CORES:
                 time.sleep(0.01)
-            engine.nap()  # its next call is the push's, while the other core is in a step that waits for it
+            engine.nap()  # the last core's next call is the push's
             sync.push(model)
             seen["ran on"] = [len(request.result(TIMEOUT_S).outputs[0].token_ids) for request in requests]
             seen["A"] = engine.ask()

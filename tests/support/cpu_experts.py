@@ -31,7 +31,7 @@ class RunsExperts:
     def nap(self, core: int) -> None:
         """Keep one core from its next step, for which the others wait."""
         if self._core == core:
-            time.sleep(1.5)
+            time.sleep(1.0)
 
     @property
     def _core(self) -> int:

@@ -19,6 +19,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.net.wire import CLEAN, POISONED, Go
 from weightsync.planning.layout import Box
 from weightsync.planning.wire_types import ChunkLayout
+from weightsync.worker.engine_model import WorkerIdentity
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.worker.loader import Receiver, await_stream
 from weightsync.worker.module_groups import find_groups
@@ -1086,3 +1087,19 @@ def test_transport_is_left_before_a_gpu_is_waited_for_that_waits_for_it(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: calls.append("wait"))
     receiver.disconnect()
     assert calls == ["close"]
+
+
+@pytest.mark.parametrize(
+    ("core", "cores", "place"),
+    [
+        (None, 4, (1, 2)),  # one core, whatever its engine says of others
+        (0, 1, (1, 2)),
+        (3, 1, (1, 2)),  # core 3 behind an address of its own
+        (0, 2, (1, 4)),
+        (1, 2, (3, 4)),
+        (5, 2, (3, 4)),
+    ],
+)
+def test_workers_are_counted_over_all_cores(core: int | None, cores: int, place: tuple[int, int]):
+    found = WorkerIdentity(rank=1, world=2, name="tp=1", core=core).in_engine(cores)
+    assert (found.rank, found.world) == place
