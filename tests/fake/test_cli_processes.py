@@ -26,7 +26,7 @@ from weightsync.net.child import Child, free_port
 from weightsync.tools import cli, doctor
 from weightsync.tools.bench import run as bench
 from weightsync.tools.bench.cases import expand
-from weightsync.tools.processes import ChildError, run_trainers, tiny_model, wait_for_first
+from weightsync.tools.processes import ChildError, generate, run_trainers, tiny_model, wait_for_first
 
 
 def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -143,12 +143,16 @@ def test_doctor_does_not_begin_without_weights_to_push(tmp_path, capsys):
 
 @contextmanager
 def server(answers: dict[str, object]) -> Iterator[str]:
-    """The URL of a server with these paths; a number is the status of a failure, and other paths are not found."""
+    """The URL of a server with these paths; a number is the status of a failure, and other paths are not found.
+
+    A path with "#1" answers requests for core 1.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            answer = answers.get(self.path, 404)
+            core = self.headers.get("X-data-parallel-rank")
+            answer = answers.get(self.path if core is None else f"{self.path}#{core}", 404)
             self.send_response(answer if isinstance(answer, int) else 200)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -167,7 +171,16 @@ def server(answers: dict[str, object]) -> Iterator[str]:
             found.shutdown()
 
 
-COMPLETIONS = {"/v1/completions": {"choices": [{"logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}]}}
+def completion(token: int) -> dict[str, object]:
+    return {"choices": [{"logprobs": {"tokens": [f"token_id:{token}"], "token_logprobs": [-0.5]}}]}
+
+
+COMPLETIONS = {"/v1/completions": completion(7)}
+
+
+def test_answers_come_from_the_core_that_was_asked():
+    with server({f"/v1/completions#{core}": completion(core) for core in range(2)}) as url:
+        assert [generate(url, [[1]], core)[0].token_ids for core in (1, 0)] == [(1,), (0,)]
 
 
 def given_engine(url: str, model: Path) -> list[tuple[str, str, str]]:
@@ -183,17 +196,17 @@ def test_doctor_does_not_blame_an_engine_that_it_never_reached(tmp_path):
 
 def test_doctor_tells_an_engine_that_fails_before_any_push_from_a_push_that_fails(tmp_path):
     with server({"/v1/completions": 500}) as url:
-        (generate, afterwards) = given_engine(url, tmp_path)
-    assert generate[:2] == ("FAIL", "generate")
-    assert generate[2].startswith("the engine fails before any push; look into its log: /v1/completions (status 500)")
+        (asked, afterwards) = given_engine(url, tmp_path)
+    assert asked[:2] == ("FAIL", "generate")
+    assert asked[2].startswith("the engine fails before any push; look into its log: /v1/completions (status 500)")
     assert afterwards == ("skip", "afterwards", "nothing was pushed")
 
 
 def test_doctor_tells_what_is_no_vllm(tmp_path):
     with server({"/v1/completions": "<html>"}) as url:
-        (generate, _) = given_engine(url, tmp_path)
-    assert generate[:2] == ("FAIL", "generate")
-    assert "/v1/completions: the answer is not vLLM's: '\"<html>\"'" in generate[2]
+        (asked, _) = given_engine(url, tmp_path)
+    assert asked[:2] == ("FAIL", "generate")
+    assert "/v1/completions: the answer is not vLLM's: '\"<html>\"'" in asked[2]
 
 
 def test_doctor_says_when_a_refused_push_has_changed_nothing(tmp_path):

@@ -124,7 +124,7 @@ class HttpEngine:
         key = os.environ.get(_KEY, "")
         if not all("!" <= character <= "~" for character in key):  # http.client would show the key in its error
             raise ConfigError(f"{_KEY} has a character that no header may have, such as a space or the end of a line")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.name = name
         self.timeout_s = timeout_s
         self.host = LOCAL if host == "localhost" else host
@@ -355,7 +355,7 @@ class HttpEngine:
         if status == 401:
             raise EngineError(
                 f"{route}: status 401: the server has an API key, and {_KEY} of this process is "
-                f"{'another key' if self._headers else 'not set'}; set it to the server's key",
+                f"{'another key' if os.environ.get(_KEY) else 'not set'}; set it to the server's key",
                 who=self.name,
             )
         if status in (502, 503, 504):
@@ -367,7 +367,7 @@ class HttpEngine:
         deadline = Deadline(timeout_s)
         route = path.partition("?")[0]
         content = b"" if body is None else json.dumps(body).encode()
-        headers = self._headers | ({} if body is None else {"Content-Type": "application/json"})
+        headers = self.headers | ({} if body is None else {"Content-Type": "application/json"})
         headers |= {HEADER: self._session} if self._session and route != _HEALTH else {}
         with closing(self._connection_class(*self._address, timeout=min(timeout_s, timeouts.REACH_S))) as connection:
             try:

@@ -170,24 +170,28 @@ class Server(VllmServer):
             if value is not False:
                 text = json.dumps(value) if isinstance(value, dict) else value
                 words.append(word if value is True else f"{word}={text}")
+        replicas = options.get("data_parallel_size", 1)
+        self._cores = range(replicas) if replicas > 1 else (None,)
         super().__init__(model, *words, log=log, environment=engine_environment() | dict(environment))
         self.launch()
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-        """Return as `generate` does. An error shows the end of the server's log."""
+        """Return the answers of `generate`, of each core in turn. An error shows the end of the server's log."""
         try:
-            return generate(self.url, prompts)
+            return [answer for core in self._cores for answer in generate(self.url, prompts, core)]
         except EngineError as error:
             assert self._child is not None
             raise EngineError(f"{error.message}. {self._child.log_end()}", who=self.url) from error
 
 
-def generate(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Return greedy answers of `MAX_TOKENS` tokens from the server at `url`.
+def generate(url: str, prompts: Sequence[Sequence[int]], core: int | None = None) -> list[Answer]:
+    """Return greedy answers of `MAX_TOKENS` tokens from the server at `url`, or from one core of a server with several.
 
     One request follows the other, so that answers do not depend on how requests are batched.
     """
     engine = HttpEngine(url, name=url, timeout_s=_ANSWER_TIMEOUT_S)
+    if core is not None:
+        engine.headers["X-data-parallel-rank"] = str(core)
     asked = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "logprobs": 1, "return_tokens_as_token_ids": True}
     answers = []
     for prompt in prompts:
