@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -114,14 +115,15 @@ class CopyLaunches:
                 grids[kind].append((link, fields, tiles))
         self._launches = []
         for kind, rows in grids.items():
-            # Made on the GPU: torch's CPU threads take 10 ms to begin a small operation on a host of many cores.
-            table = torch.tensor([fields for _, fields, _ in rows], dtype=torch.int64, device=self._device)
-            counts = torch.tensor([tiles for *_, tiles in rows], device=self._device)
-            of_tile = torch.repeat_interleave(counts)
-            number = torch.arange(len(of_tile), device=self._device) - (counts.cumsum(0) - counts)[of_tile]
+            # By numpy, in one thread: torch's threads take 10 ms to begin a small operation on a host of many cores.
+            table = np.array([fields for _, fields, _ in rows], dtype=np.int64)
+            counts = np.array([tiles for *_, tiles in rows])
+            of_tile = np.arange(len(rows), dtype=np.int32).repeat(counts)
+            number = np.arange(len(of_tile), dtype=np.int32) - (counts.cumsum() - counts).astype(np.int32)[of_tile]
             if len({link for link, *_ in rows}) > 1:
-                order = _spread(torch.tensor([link for link, *_ in rows], device=self._device)[of_tile])
+                order = _spread(np.array([link for link, *_ in rows])[of_tile])
                 of_tile, number = of_tile[order], number[order]
+            on_gpu = (torch.from_numpy(part).to(self._device) for part in (table, of_tile, number))
             constants = {
                 "fields": _FIELDS,
                 "reads": kind.reads,
@@ -133,7 +135,7 @@ class CopyLaunches:
                 "num_warps": _WARPS,
             }
             grid = (min(len(of_tile), programs or len(of_tile)),)
-            self._launches.append((grid, (table, of_tile.int(), number.int(), len(of_tile)), constants))
+            self._launches.append((grid, (*on_gpu, len(of_tile)), constants))
         with torch.cuda.device(self._device):
             for grid, arguments, constants in self._launches:
                 _copy.warmup(*arguments, **constants, grid=grid)  # compile now, not during the first push
@@ -206,10 +208,10 @@ def _grids(
     return found
 
 
-def _spread(links: torch.Tensor) -> torch.Tensor:
+def _spread(links: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an order of all tiles that spreads the tiles of each link evenly."""
-    at = torch.empty(len(links), dtype=torch.float64, device=links.device)
-    for link in links.unique():
+    at = np.empty(len(links))
+    for link in np.unique(links):
         own = links == link
-        at[own] = torch.linspace(0, 1, int(own.sum()), dtype=torch.float64, device=links.device)
-    return at.argsort(stable=True)
+        at[own] = np.linspace(0, 1, int(own.sum()))
+    return at.argsort(kind="stable")

@@ -32,12 +32,13 @@ class FiniteSource(SteadySource):
         super()._forget()
         self._sums: list[tuple[str, torch.Tensor]] = []
         self._looks = 0
-        self._searched: Reading | None = None  # the reading of `_lying` and `_runs`
         self._lying: list[TensorShard] = []  # the shards in the trainer's memory
         self._runs: list[Run] = []
         self._search: tuple[list[Run], NonFiniteSearch] | None = None
 
     def _derive(self, given: Reading) -> Reading:
+        self._lying = [shard for shard in given.shards if shard.compute is None]
+        self._runs = join_runs([shard.tensor for shard in self._lying])
         shards = [
             shard
             if shard.compute is None
@@ -55,10 +56,6 @@ class FiniteSource(SteadySource):
 
         On a GPU the search is queued on the current stream.
         """
-        if self._searched is not self._reading:
-            self._searched, given = self._reading, self._reading.shards if self._reading is not None else []
-            self._lying = [shard for shard in given if shard.compute is None]
-            self._runs = join_runs([shard.tensor for shard in self._lying])
         due = [run for number, run in enumerate(self._runs) if self._is_due(number, run.data)]
         if left_out:
             names = [shard.meta.name for shard in self._lying]
