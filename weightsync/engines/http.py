@@ -133,7 +133,6 @@ class HttpEngine:
         self._prefix = parts.path.rstrip("/")
         self._has_plug_ins = True
         self._has_workers = False
-        self._cores = 1
         self._session = ""
         """The trainer's session, for the server's fence. Empty until `init` has returned."""
         self._meets_others = False
@@ -183,8 +182,9 @@ class HttpEngine:
         version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", "/version").get("version")))
         release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
         self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
-        self._cores = self._count_cores()
-        with held_paused(self) if self._cores > 1 else nullcontext():
+        cores = self._count_cores()
+        init_info = with_cores(init_info, cores)
+        with held_paused(self) if cores > 1 else nullcontext():
             self._init(init_info)
         if session := init_info.get("session"):
             self._session = session
@@ -199,7 +199,6 @@ class HttpEngine:
         return sizes[0] // sizes[1] if sizes else 1
 
     def _init(self, info: dict[str, Any]) -> None:
-        info = with_cores(info, self._cores)
         if self._has_plug_ins:
             self._post("/init_weight_transfer_engine", {"init_info": info})
         else:

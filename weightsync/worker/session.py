@@ -84,6 +84,7 @@ class WorkerSession:
         """The last trainer that got the engine."""
         self._update_open = False
         self._serving = False
+        self._fence = os.environ.get(VARIABLE, "")
         self._place = model.identity
         """The worker's place in the whole engine, as the last trainer told its number of cores."""
         self._mapped_by: set[str] = set()
@@ -170,8 +171,8 @@ class WorkerSession:
         if info.process != self._trainer.process:
             self._take_memory_back()
         self._connection, self._trainer = connection, info
-        if self._place.rank == 0 and (fence := os.environ.get(VARIABLE)):
-            note_session(fence, info.session)
+        if self._fence and self._place.rank == 0:
+            note_session(self._fence, info.session)
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
         """Tell a trainer of a failure, if it is still connected. Return the error as a `WeightSyncError`."""
