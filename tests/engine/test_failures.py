@@ -567,7 +567,8 @@ def push_until_interrupted(side: Trainer, weights: str) -> str:
 def test_a_rank_that_dies_in_send(http_server: Http, trainers: Trainers, transport: str):
     run_ranks(_dies_in_send, 2, http_server.url, transport)
     trainers.call(connect, http_server.url, transport)
-    heal_server(http_server, trainers, untouched=False)
+    may_be_early = transport == "broadcast"  # as in `test_a_rank_that_raises_in_send`
+    heal_server(http_server, trainers, untouched=may_be_early and not http_server.is_paused())
 
 
 def _dies_in_send(rank: int, url: str, transport: str) -> None:
