@@ -111,6 +111,29 @@ def test_a_large_tensor_has_a_share_of_every_rank_in_each_chunk():
         assert Counter(piece.rank for piece in chunk.pieces) == dict.fromkeys(range(4), 1)
 
 
+def test_whole_experts_of_all_ranks_share_each_chunk():
+    experts, ranks = 32, 4
+    names = [f"experts.{n}.{part}" for n in range(experts) for part in ("gate", "up")]
+    manifest = manifest_of(*((name, (4, 4)) for name in names))
+    locations = [shard(name, (0, 0), (4, 4), n * ranks // len(names)) for n, name in enumerate(names)]
+    chunks = chunks_of(manifest, locations, 512, buckets=[names])
+    assert len(chunks) == 8
+    for chunk in chunks:
+        assert Counter(piece.rank for piece in chunk.pieces) == dict.fromkeys(range(ranks), 2)
+    of_rank_0 = [piece.name for chunk in chunks for piece in chunk.pieces if piece.rank == 0]
+    assert of_rank_0 == names[: len(names) // ranks]
+
+
+def test_buckets_of_pipeline_stages_take_turns_and_stay_whole():
+    names = [f"layers.{n}" for n in range(8)]
+    manifest = manifest_of(*((name, (64, 4)) for name in names), ("embed", (64, 4)))
+    locations = [shard(name, (0, 0), (64, 4), n // 2) for n, name in enumerate(names)]
+    buckets = [["embed"], *([name] for name in names)]
+    chunks = chunks_of(manifest, [*locations, *by_rows("embed", 64, 4, 4)], 4096, buckets=buckets)
+    stages_in_turn = [f"layers.{n}" for n in (0, 2, 4, 6)], ["embed", *(f"layers.{n}" for n in (1, 3, 5))], ["layers.7"]
+    assert [[*dict.fromkeys(piece.name for piece in chunk.pieces)] for chunk in chunks] == [*stages_in_turn]
+
+
 def test_what_is_cut_fills_chunks_and_is_whole_again_within_one():
     manifest = manifest_of(*((f"t{n}", (40, 4)) for n in range(6)))
     locations = [shard(meta.name, (0, 0), (40, 4), 0) for meta in manifest]

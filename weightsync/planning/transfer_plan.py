@@ -6,11 +6,11 @@ knows nothing about tensors, sockets or processes.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,6 +18,8 @@ from msgspec.structs import replace
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
 from weightsync.planning.load_plan import NameReader, PackedRegions, pack_regions
 from weightsync.planning.wire_types import ReadRegions
+
+T = TypeVar("T")
 
 _ABOUT = 1.25
 """The most that a participant may hold, as a multiple of the model. Above it, all workers become one chain. Workers
@@ -261,7 +263,7 @@ def make_chunks(
     together: Mapping[str, str],
     min_chunk_bytes: int = 1,
 ) -> tuple[Chunk, ...]:
-    """Cut the tensors into chunks, in the order of the buckets.
+    """Cut the tensors into chunks, in the order of the buckets, but with buckets of different ranks in turn.
 
     Neighbouring buckets share a chunk as long as no participant holds more than `max_bytes` of it. A bucket larger than
     an eighth of a chunk is cut by rows, so that chunks are full. With `max_bytes` None every bucket is one chunk.
@@ -286,6 +288,7 @@ def make_chunks(
     chunks: list[Chunk] = []
     for is_frozen in (False, True):
         alike = [bucket for bucket in buckets if bucket and (bucket[0] in frozen) is is_frozen]
+        alike = _alternating(alike, lambda bucket: _senders(bucket, tensors))
         lying = tuple(p for p in locations if p.box.numel and p.name in in_place and (p.name in frozen) is is_frozen)
         if lying:
             chunks.append(Chunk(lying, in_place=True, frozen=is_frozen))
@@ -325,12 +328,32 @@ def _atoms(
         return [_Part(whole, held)] if whole else []
     scales = {together[name] for name in bucket if name in together}
     atoms: list[_Part] = []
-    for name in (name for name in bucket if name in tensors and name not in scales):
+    names = [name for name in bucket if name in tensors and name not in scales]
+    for name in _alternating(names, lambda name: _senders([name], tensors)):
         first, *others = _cut(tensors[name], load, max_bytes)
         if (scale := tensors.get(together.get(name, ""))) is not None:
             first = _Part(first.pieces + scale.pieces, _total((first.held, scale.held)))
         atoms += (first, *others)
     return atoms
+
+
+def _senders(names: Iterable[str], tensors: Mapping[str, _Part]) -> frozenset[int]:
+    return frozenset(piece.rank for name in names if name in tensors for piece in tensors[name].pieces)
+
+
+def _alternating(items: Sequence[T], senders: Callable[[T], frozenset[int]]) -> list[T]:
+    """Return tensors or buckets in an order in which their ranks alternate. Those of one rank keep their order.
+
+    A rank sends the experts that it holds whole, or the layers of its pipeline stage, alone. So a chunk has tensors of
+    many ranks, or the ranks would send one after another.
+    """
+    ranks = [*map(senders, items)]
+    counts, seen = Counter(ranks), Counter[frozenset[int]]()
+    places = []
+    for own in ranks:
+        places.append((seen[own] + 0.5) / counts[own])
+        seen[own] += 1
+    return [items[number] for number in sorted(range(len(items)), key=places.__getitem__)]
 
 
 def _cut(tensor: _Part, load: Load, max_bytes: int) -> list[_Part]:
