@@ -30,17 +30,17 @@ from weightsync.strategies.inventory import Inventory, frozen_everywhere
 PATTERNS = ("embed.weight", "*.norm.*", "*.log_rate", "layers.1.*")
 
 
-def transpose(module: nn.Module) -> None:
+def repack(module: nn.Module) -> None:
     """Attention, weight and bias, takes the reload road."""
     if isinstance(module, Attention):
-        module.weight = nn.Parameter(module.weight.data.t().contiguous(), requires_grad=False)
+        module.weight = nn.Parameter(module.weight.data.t().flip(0).contiguous(), requires_grad=False)
 
 
 def as_it_is(module: nn.Module) -> None:
     """All modules but those that are loaded by arithmetic are loaded in place."""
 
 
-@pytest.fixture(params=[as_it_is, transpose], ids=["in place", "reload"])
+@pytest.fixture(params=[as_it_is, repack], ids=["in place", "reload"])
 def post_process(request: pytest.FixtureRequest) -> Callable[[nn.Module], None]:
     return request.param
 
@@ -173,7 +173,7 @@ def test_what_fuses_with_something_that_trains_travels(host: ModuleHost, engine:
     trainer.change(seed, "layers.0.attn.k.weight", "layers.0.attn.v.weight", "embed")
     report = trainer.push()
     trainer.check(host)
-    reloaded = host.post_process is transpose
+    reloaded = host.post_process is repack
     left_out = trained_bytes("layers.1.") + (0 if reloaded else trained_bytes(*(f"0.attn.{p}.bias" for p in "qkv")))
     assert report.nbytes == trained_bytes("") - left_out
     trainer.sync.close()

@@ -517,13 +517,13 @@ def test_a_model_that_does_not_fit_is_refused_and_the_engine_goes_on(pushes: int
 def test_an_engine_stays_paused_and_marked_when_its_post_processing_fails() -> None:
     is_broken = False
 
-    def transpose(module: nn.Module) -> None:
+    def repack(module: nn.Module) -> None:
         if isinstance(module, Attention):
             if is_broken:
                 raise MemoryError("no memory left to repack this")
-            module.weight = nn.Parameter(module.weight.data.t().contiguous(), requires_grad=False)
+            module.weight = nn.Parameter(module.weight.data.t().flip(0).contiguous(), requires_grad=False)
 
-    model, host = trainer_model(checkpoint(2)), ModuleHost(TinyEngineModel, checkpoint(1), transpose)
+    model, host = trainer_model(checkpoint(2)), ModuleHost(TinyEngineModel, checkpoint(1), repack)
     with closing(FakeEngine(host)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         for _ in range(2):  # also where it was marked before
@@ -540,7 +540,7 @@ def test_an_engine_stays_paused_and_marked_when_its_post_processing_fails() -> N
         assert engine.log[-1] == "resume"
         assert engine.version() == "2"
     for name, param in host.live.named_parameters():
-        assert torch.equal(param, cold(checkpoint(2), transpose).get_parameter(name)), name
+        assert torch.equal(param, cold(checkpoint(2), repack).get_parameter(name)), name
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "checkpoint"])

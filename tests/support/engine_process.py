@@ -151,6 +151,8 @@ class _Routes(BaseHTTPRequestHandler):
                 return {"version": "0.32.0"}
             case "/answer":
                 return engine.answer()
+            case "/get_world_size":
+                return {"world_size": 1}
             case "/trim":
                 return trim()
             case "/sleep" | "/wake_up" | "/reset_prefix_cache" | "/reset_encoder_cache" | "/health":
