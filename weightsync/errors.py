@@ -208,7 +208,7 @@ def from_fields(fields: ErrorFields) -> WeightSyncError:
     facts = {name: fact for name, fact in fields.facts.items() if name != "facts" and not hasattr(cls, name)}
     try:
         return _rebuild(cls, replace(fields, facts=facts))
-    except TypeError:
+    except (TypeError, KeyError):  # Python 3.11 raises `KeyError` for a fact named "who" while it handles an exception
         return ProtocolError(f"a {fields.kind} came with facts of another class: {fields.message}")
 
 

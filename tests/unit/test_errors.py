@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import weightsync.errors as errors
-from weightsync.errors import ErrorFields, WeightSyncError, from_fields, wrap_exception
+from weightsync.errors import ErrorFields, ProtocolError, WeightSyncError, from_fields, wrap_exception
 from weightsync.net.wire import Failure, decode, encode
 
 
@@ -129,3 +129,13 @@ def test_foreign_exceptions_become_ours_and_ours_gain_what_they_lacked():
     error = errors.DigestError("m", who="worker 1")
     assert wrap_exception(error, who="rank 2", phase="load") is error
     assert (error.who, error.phase) == ("worker 1", "load")
+
+
+def test_a_fact_of_a_reserved_name_is_refused_while_an_exception_is_handled():
+    fields = ErrorFields("DigestError", "boo", "worker", "load", {"who": ["x"]})
+    try:
+        raise BlockingIOError
+    except BlockingIOError:
+        found = from_fields(fields)
+    assert isinstance(found, ProtocolError)
+    assert "a DigestError came with facts of another class: boo" in str(found)
