@@ -77,6 +77,16 @@ def test_more_than_a_rearrangement_has_no_placement(name: str):
     assert find_placement(loaded, OTHER[name](loaded)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float64])
+def test_a_placement_is_one_of_bits(dtype: torch.dtype):
+    bits = torch.randint(0, 256, (8, 16 * dtype.itemsize), dtype=torch.uint8)
+    bits[0] = 255  # NaN in each of these dtypes
+    loaded = bits.view(dtype)
+    assert find_placement(loaded, swap(bits, 0).view(dtype)) == Placement((16, 1), 0)
+    zeros = torch.zeros(8, 16)
+    assert find_placement(zeros.to(dtype), (-zeros).to(dtype)) is None
+
+
 def test_few_elements_of_8_bits_have_no_other_place_than_their_own():
     few = torch.tensor([[1, 0], [1, 0]], dtype=torch.uint8)
     assert find_placement(few, few.clone()) == Placement((2, 1), None)

@@ -1,4 +1,4 @@
-"""Samples of memory that two processes see: each run has its turn, and the memory that they take does not grow."""
+"""Samples of memory that two processes see: each run has its turn, and samples repeat."""
 
 from __future__ import annotations
 

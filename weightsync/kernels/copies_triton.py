@@ -211,7 +211,6 @@ def _grids(
 def _spread(links: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an order of all tiles that spreads the tiles of each link evenly."""
     at = np.empty(len(links))
-    for link in np.unique(links):
-        own = links == link
-        at[own] = np.linspace(0, 1, int(own.sum()))
+    for link, count in zip(*np.unique(links, return_counts=True), strict=True):
+        at[links == link] = np.linspace(0, 1, count)
     return at.argsort(kind="stable")

@@ -45,9 +45,11 @@ class ModuleGroup:
     @property
     def weight(self) -> str:
         """The name of the parameter quantised by `recipe`, "" without a recipe."""
-        if self.recipe is None:
-            return ""
-        return f"{self.names[0]}.{self.recipe.weight}" if self.names[0] else self.recipe.weight
+        return "" if self.recipe is None else self.param(self.recipe.weight)
+
+    def param(self, key: str) -> str:
+        """Return the name of the first module's parameter `key`. The root module has no name."""
+        return f"{self.names[0]}.{key}".lstrip(".")
 
     def takes_in_place(self, param: str) -> bool:
         """Return whether bytes for `param`, one of `params`, are copied into the live parameter."""

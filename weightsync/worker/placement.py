@@ -14,6 +14,7 @@ import torch
 
 from weightsync.planning.layout import Box, LoadCopy, row_major
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_DIMS = 3
 _STRIP_ELEMENTS = 1 << 24
 _LEAST_ELEMENTS = 64
@@ -46,6 +47,8 @@ def find_placement(loaded: torch.Tensor, processed: torch.Tensor) -> Placement |
     alike = processed.dtype == loaded.dtype and processed.numel() == loaded.numel() and not processed.storage_offset()
     if not alike or processed.dim() != loaded.dim() or loaded.dim() > _MOST_DIMS or not loaded.is_contiguous():
         return None
+    # Compared as bits: a number may be NaN or -0.0, and not every kernel compares floats of 8 bits.
+    loaded, processed = (each.view(_BITS[each.element_size()]) for each in (loaded, processed))
     for axes in permutations(range(loaded.dim())):
         view = processed.permute(axes)
         if view.shape != loaded.shape:
@@ -77,7 +80,7 @@ def place(copy: LoadCopy, shape: tuple[int, ...], placement: Placement) -> list[
 
     None: a dimension of the copy does not follow one dimension of the parameter.
     """
-    if not copy.box.numel:
+    if not copy.box.numel or not shape:
         return [copy]
     at = [copy.offset // step % size for step, size in zip(row_major(shape), shape, strict=True)]
     if (follows := _follow(copy, at, shape)) is None:
@@ -91,13 +94,12 @@ def place(copy: LoadCopy, shape: tuple[int, ...], placement: Placement) -> list[
             first = -((at[swapped] - shape[swapped] // 2) // follows[k][1])  # the first index in the second half
             first = min(max(first, 0), copy.box.size[k])
             cuts[k] = [(low, high) for low, high in ((0, first), (first, copy.box.size[k])) if low < high]
-    stride = tuple(by and by * placement.stride[d] for d, by in follows)
+    stride = tuple(by * placement.stride[d] for d, by in follows)
     placed = []
     for part in product(*cuts):
         here = list(at)
         for (low, _), (d, by) in zip(part, follows, strict=True):
-            if by:
-                here[d] += low * by
+            here[d] += low * by
         start = tuple(n + low for n, (low, _) in zip(copy.box.start, part, strict=True))
         box = Box(start, tuple(high - low for low, high in part))
         placed.append(LoadCopy(copy.name, box, copy.param, placement.offset(here, shape), stride))

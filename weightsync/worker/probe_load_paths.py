@@ -45,7 +45,7 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
             for key, param in own.items()
         )
         if group.in_place:
-            group.placements = {f"{group.names[0]}.{key}".lstrip("."): own for key, own in verdict.placements.items()}
+            group.placements = {group.param(key): own for key, own in verdict.placements.items()}
         if verdict.recipe is not None and verdict.recipe.fits(dict(parameters_of(group.live[0]))):
             group.recipe = verdict.recipe
         if not group.in_place and verdict.opaque and model.device.type != "cpu":
