@@ -53,6 +53,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3"),
     "qwen3-tied": Family("Qwen3, small", "tied embeddings"),
     "qwen3-moe": Family("Qwen3-MoE", "one key and value head, which both workers of TP=2 hold", experts=True),
+    "qwen3-next": Family("Qwen3-Next", "layers of linear attention; shared expert", experts=True),
     "phi2": Family("Phi-2"),
     "phi3": Family("Phi-3, Phi-4", "query, key and value fused in the checkpoint, gate and up too"),
     "gemma": Family("Gemma"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import quantised_checkpoints
 import tiny_models
@@ -13,12 +15,16 @@ pytest_plugins = ["engine_fixtures"]
 pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
 
 
-def serve(engines: Engines, model: str, kernel: str) -> dict[str, Answer]:
+def serve(engines: Engines, model: str, kernel: str, tp: int = 1, **options: Any) -> dict[str, Answer]:
     name = f"{model}-mxfp4"
     for weights in "AB":
         if not (folder := engines._folder / f"{name}-{weights}").exists():
             quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), folder)
-    return engines.serve(name, moe_backend=kernel, enforce_eager=False)
+    return engines.serve(name, tp, moe_backend=kernel, enforce_eager=False, **options)
+
+
+def serve_two_workers(engines: Engines, has_whole_experts: bool) -> dict[str, Answer]:
+    return serve(engines, "gpt-oss-20b", "auto", 2, enable_expert_parallel=has_whole_experts)
 
 
 def push(engines: Engines, name: str, pushes: str) -> list[tuple[Answer, dict[str, int]]]:
@@ -34,12 +40,21 @@ def push(engines: Engines, name: str, pushes: str) -> list[tuple[Answer, dict[st
 
 @pytest.mark.parametrize(
     ("model", "kernel"),
-    [("gpt-oss-wide", "auto"), ("gpt-oss-wide", "marlin"), ("gpt-oss", "marlin")],
-    ids=["vLLM's choice", "Marlin", "padded for Marlin"],
+    [("gpt-oss-wide", "auto"), ("gpt-oss-wide", "marlin"), ("gpt-oss", "marlin"), ("gpt-oss-20b", "auto")],
+    ids=["vLLM's choice", "Marlin", "padded for Marlin", "20 B"],
 )
 def test_pushed_equals_cold(engines: Remote, model: str, kernel: str) -> None:
-    cold = engines.call(serve, model, kernel, timeout_s=300)
+    check(engines, model, engines.call(serve, model, kernel, timeout_s=300))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("has_whole_experts", [False, True], ids=["tensor parallel", "expert parallel"])
+def test_two_workers_that_were_pushed_to_equal_cold_ones(engines: Remote, has_whole_experts: bool) -> None:
+    check(engines, "gpt-oss-20b", engines.call(serve_two_workers, has_whole_experts, timeout_s=300))
+
+
+def check(engines: Remote, model: str, cold: dict[str, Answer]) -> None:
     assert cold["A"] != cold["B"]
     for weights, (pushed, load_paths) in zip("BAAB", engines.call(push, model, "BAAB", timeout_s=240), strict=True):
-        assert_same(pushed, cold[weights], f"{weights} with the kernel {kernel}")
+        assert_same(pushed, cold[weights], f"{weights} of {model}")
         assert load_paths["native_loader"] == 2

@@ -133,6 +133,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=32,
         decoder_sparse_step=1,
     ),
+    "qwen3-next": _config(
+        "Qwen3NextConfig",
+        head_dim=64,  # of which a quarter is rotated
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    ),
     "phi2": _config("PhiConfig", num_key_value_heads=4),
     "phi3": _config("Phi3Config"),
     "gemma": _config("GemmaConfig", head_dim=32, tie_word_embeddings=True),
@@ -173,6 +184,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "granite": _config("GraniteConfig", tie_word_embeddings=True),
     "gpt-oss": _config("GptOssConfig", **_GPT_OSS),
     "gpt-oss-wide": _config("GptOssConfig", hidden_size=256, intermediate_size=256, **_GPT_OSS),
+    # The widths of the published 20 B, which kernels pad, with fewer experts and layers.
+    "gpt-oss-20b": _config(
+        "GptOssConfig",
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        **_GPT_OSS | {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 128},
+    ),
     "gpt2": _config("GPT2Config", n_embd=128, n_layer=2, n_head=4, n_positions=512, tie_word_embeddings=True),
     "bloom": _config("BloomConfig", n_layer=2, n_head=4, tie_word_embeddings=True),
     "apertus": _config("ApertusConfig"),

@@ -39,7 +39,17 @@ PROMPTS = {
 }
 """What asks about one picture, where it is not Qwen's form."""
 QWEN_PROMPT = "<|vision_start|> <|image_pad|> <|vision_end|> t5 t6 t7"
-KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "llava", "llava-onevision", "mistral3")
+KINDS = (
+    "qwen2-vl",
+    "qwen2.5-vl",
+    "qwen3-vl",
+    "gemma3",
+    "llava",
+    "llava-onevision",
+    "mistral3",
+    "qwen3.5",
+    "qwen3.5-moe",
+)
 
 
 def make_vision_model(kind: str, folder: Path, device: torch.device) -> nn.Module:
@@ -81,18 +91,20 @@ def _tokenizer(kind: str) -> Any:
     )
 
 
-def _qwen(name: str, patch: int, sections: list[int], vision: dict[str, Any], **rope: Any) -> Any:
+def _qwen(
+    name: str, patch: int, sections: list[int], vision: dict[str, Any], text: dict[str, Any] | None = None, **rope: Any
+) -> Any:
     import transformers
 
     scaling = {"rope_type": "default", "mrope_section": sections, "rope_theta": 1e6, **rope}
     own = {"depth": 2, "num_heads": 4, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    text = {**_TEXT, "rope_parameters": scaling}
+    text = {**_TEXT, "rope_parameters": scaling, **(text or {})}
     config = getattr(transformers, f"{name}Config")(
         text_config=text, vision_config={**own, **vision}, tie_word_embeddings=False, **_QWEN_TOKENS
     )
     image = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": f"{name.replace('_', '_')}Processor",
+        "processor_class": f"{'Qwen3VL' if name.startswith('Qwen3') else name}Processor",
         "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
@@ -100,7 +112,7 @@ def _qwen(name: str, patch: int, sections: list[int], vision: dict[str, Any], **
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-    video = "Qwen3VLVideoProcessor" if name == "Qwen3VL" else "Qwen2VLVideoProcessor"
+    video = "Qwen3VLVideoProcessor" if name.startswith("Qwen3") else "Qwen2VLVideoProcessor"
     files = {
         "preprocessor_config.json": image,
         "video_preprocessor_config.json": {**image, "video_processor_type": video},
@@ -122,6 +134,23 @@ def _qwen3() -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128}
     more = {"deepstack_visual_indexes": [0], "num_position_embeddings": 256}
     return _qwen("Qwen3VL", 16, [6, 5, 5], {**sizes, **more}, mrope_interleaved=True)
+
+
+def _qwen3_5(name: str = "Qwen3_5", **more: Any) -> Any:
+    """Return one whose layers have linear attention, but for the last."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_position_embeddings": 256}
+    own = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 64,  # of which a quarter is rotated
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+    return _qwen(name, 16, [3, 3, 2], sizes, {**own, **more}, mrope_interleaved=True, partial_rotary_factor=0.25)
+
+
+def _qwen3_5_moe() -> Any:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2}
+    return _qwen3_5("Qwen3_5Moe", **sizes, moe_intermediate_size=128, shared_expert_intermediate_size=128)
 
 
 _TOWER = {
@@ -255,6 +284,8 @@ _DESCRIPTIONS = {
     "qwen2-vl": _qwen2,
     "qwen2.5-vl": _qwen2_5,
     "qwen3-vl": _qwen3,
+    "qwen3.5": _qwen3_5,
+    "qwen3.5-moe": _qwen3_5_moe,
     "gemma3": _gemma3,
     "llava": _llava,
     "llava-onevision": _llava_onevision,
