@@ -59,7 +59,7 @@ fleet: $(INSTALLED) ## Pushes while engines are added, removed, killed, stopped 
 	    -o faulthandler_timeout=0 tests/fake/test_fleet_chaos.py $(ARGS)
 
 endurance: $(INSTALLED) ## What 10,000 pushes and 100 reconnects leave behind: `make endurance PUSHES=500 RECONNECTS=5`.
-	MALLOC_ARENA_MAX=1 PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/endurance.svg $(ARGS)
+	MALLOC_ARENA_MAX=1 PYTHONPATH=. $(PY) tests/support/endurance.py $(or $(PUSHES),10000) $(or $(RECONNECTS),100) --svg docs/evidence/endurance.svg $(ARGS)
 
 test-fake: $(INSTALLED) ## Those with rank processes and engines without vLLM, in a few minutes.
 	$(PYTEST) tests/fake $(ARGS)
@@ -72,7 +72,7 @@ deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending th
 	PYTHONPATH=. $(PY) tests/support/delta_density.py
 	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
-matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/failure-matrix.md. What is in .matrix is not run again.
+matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/evidence/failure-matrix.md. What is in .matrix is not run again.
 	$(PY) tests/matrix/run.py --transport ipc broadcast checkpoint single_copy lora
 	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast checkpoint
 	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast lora
@@ -93,13 +93,13 @@ test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL,
 	PYTHONPATH=.:tests/integrations:tests/integrations_frameworks $(PY) -m pytest -q -W default --durations=25 \
 	    tests/integrations_frameworks $(ARGS)
 
-test-dashboard: $(INSTALLED) ## Put the queries of docs/grafana.json to a Prometheus: `make test-dashboard PROMETHEUS=/usr/bin/prometheus`.
+test-dashboard: $(INSTALLED) ## Put the queries of docs/operate/grafana.json to a Prometheus: `make test-dashboard PROMETHEUS=/usr/bin/prometheus`.
 	PROMETHEUS=$(PROMETHEUS) $(PY) -m pytest -q -W default tests/integrations_prometheus $(ARGS)
 
-dashboard-picture: .dashboard/page.js $(INSTALLED) ## Draw docs/grafana.png from ten minutes of pushes. Needs prometheus, chromium and npm.
+dashboard-picture: .dashboard/page.js $(INSTALLED) ## Draw docs/operate/grafana.png from ten minutes of pushes. Needs prometheus, chromium and npm.
 	PYTHONPATH=.:tests/support $(PY) tests/integrations_prometheus/draw_dashboard.py $(<D)
 
-.dashboard/page.js: docs/grafana.json $(addprefix tests/integrations_prometheus/,dashboard.jsx package.json)
+.dashboard/page.js: docs/operate/grafana.json $(addprefix tests/integrations_prometheus/,dashboard.jsx package.json)
 	mkdir -p $(@D) && cp $(filter %/package.json,$^) $(@D)
 	npm install --prefix $(@D) --ignore-scripts --no-audit --no-fund --no-package-lock
 	NODE_PATH=$(@D)/node_modules $(@D)/node_modules/.bin/esbuild $(filter %.jsx,$^) --bundle --jsx=automatic --outfile=$@ \

@@ -14,7 +14,7 @@
     |   +-- FrozenLostError                        the engine has lost its frozen tensors
     +-- PeerError              (ConnectionError)   a trainer rank or an engine worker closed its connection
     +-- SyncTimeoutError       (TimeoutError)      a wait passed its deadline
-    +-- ProtocolError          (RuntimeError)      a message breaks docs/wire.md, or a peer lacks the shared key
+    +-- ProtocolError          (RuntimeError)      a message breaks the protocol, or a peer lacks the shared key
     +-- DigestError            (RuntimeError)      the received bytes differ from the sent bytes
 
 The builtin class in brackets is a second base class, so `except TimeoutError` works too. Subclasses inherit the second
@@ -52,7 +52,7 @@ class WeightSyncError(Exception):
         message: The text, without `who` and `phase`. `str()` adds them.
         who: The failed trainer rank or engine worker ("trainer rank 1", "engine 0 worker tp=1"), or None.
         phase: The activity of that rank or worker ("plan", "transfer", "load", "commit", ...), or None.
-            docs/failures.md lists the phases.
+            docs/operate/failures.md lists the phases.
         facts: The attributes of `add_facts`, by name.
     """
 
@@ -182,7 +182,7 @@ class SyncTimeoutError(WeightSyncError, TimeoutError):
 
 
 class ProtocolError(WeightSyncError, RuntimeError):
-    """A message that breaks docs/wire.md, such as one with an unknown field, or a peer without the key."""
+    """A message that breaks docs/internals/wire.md, such as one with an unknown field, or a peer without the key."""
 
 
 class DigestError(WeightSyncError, RuntimeError):

@@ -117,7 +117,7 @@ class WeightSync:
             again.
         encoding: The form of the bytes, for transport="broadcast" with trainer and engines on CPUs. "delta" sends the
             changes since the last push. "auto" sends the changes when this is faster over the link. Both ends keep the
-            bytes of the last push: see docs/deltas.md. None: all bytes travel.
+            bytes of the last push: see docs/use/slow-links.md. None: all bytes travel.
         non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes such tensors and logs their
             names once the engines generate again. "warn" checks all CPU tensors in each push. All GPU tensors are
             checked in the first push, then another sixteenth. "refuse" checks all tensors, and raises `NonFiniteError`
@@ -194,7 +194,7 @@ class WeightSync:
             The report, the same on every rank.
 
         Raises:
-            WeightSyncError: The same on every rank. docs/failures.md lists the state of the engines after each.
+            WeightSyncError: The same on every rank. docs/operate/failures.md lists the state of the engines after each.
         """
         refused = ""
         if label is not None and (str(label).startswith(POISONED) or not self._strategy.takes_labels):

@@ -2,7 +2,7 @@
 
 Metrics go into prometheus_client's registry of this process, or into the files of $PROMETHEUS_MULTIPROC_DIR. Whatever
 exposes prometheus_client's registry exposes these metrics. Spans go to the trainer's tracer provider. If a package is
-not installed, its part does nothing. docs/metrics.md lists all names.
+not installed, its part does nothing. docs/operate/monitoring.md lists all names.
 """
 
 from __future__ import annotations

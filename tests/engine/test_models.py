@@ -1,4 +1,4 @@
-"""The families of models that people train: pushed equals cold for each, and `docs/models.md` says so.
+"""The families of models that people train: pushed equals cold for each, and `docs/reference/models.md` says so.
 
 The document is what this module found. A run of all of it fails when the document says something else; to write it:
 
@@ -27,7 +27,7 @@ from weightsync.sources.fsdp import FsdpSource
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/models.md"
 
 
 @dataclass(frozen=True)
@@ -302,8 +302,8 @@ def document(packages: str) -> str:
     return f"""# Models
 
 The families of models for which the tests show that a push is right. `tests/engine/test_models.py` writes this file and
-fails when it finds something else. [The registry](registry.md) has what becomes of every other model of vLLM's, and
-for which of them pushed equals cold.
+fails when it finds something else. [The registry](../evidence/registry.md) has what becomes of every other model of
+vLLM's, and for which of them pushed equals cold.
 
 Found with {packages}, on a CPU with {cpu()}.
 
@@ -312,8 +312,8 @@ Found with {packages}, on a CPU with {cpu()}.
   experts were also pushed by a trainer that names each expert as the checkpoint does.
 - *plan*: the load plans traced from vLLM's loader fill every parameter of every worker once. Together they read every
   tensor whole. No engine ran.
-- *load paths*: how the engine's modules took the weights, see [architecture](architecture.md#load-paths). It depends on
-  the kernels that vLLM chooses. On a GPU, and on a CPU with AVX-512, more modules are reloaded.
+- *load paths*: how the engine's modules took the weights, see [architecture](../internals/architecture.md#load-paths).
+  It depends on the kernels that vLLM chooses. On a GPU, and on a CPU with AVX-512, more modules are reloaded.
 
 Each model is a tiny random model of that family's class. The results do not depend on size.
 
@@ -404,8 +404,8 @@ and for a Llama with tied embeddings, in two stages.
 ## State-space models and hybrids
 
 Pushed equals cold on a CPU for Falcon-H1, Granite 4, LFM2, Mamba 2, Nemotron-H, Qwen3-Next, Qwen3.5 and Zamba 2, as for
-[the rest of the registry](registry.md#equal-answers). There vLLM itself fails to answer with Falcon Mamba, Jamba and
-Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
+[the rest of the registry](../evidence/registry.md#equal-answers). There vLLM itself fails to answer with
+Falcon Mamba, Jamba and Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
 
 ## On a GPU
 
@@ -413,15 +413,16 @@ With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's
 and A, with requests before, between and after.
 
 On H200s these are 70 families of the 83 that were tried
-([results](../benchmarks/results/2026-11-25-h200-families.json)). [The registry](registry.md#equal-answers) lists them.
-Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5, GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks
-have state of their own, and the hybrids and state-space models but for Qwen3-Next and Qwen3.5. None answered otherwise.
-vLLM 0.26 did not start there for the other 13: BLOOM, Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan, Hunyuan MoE, Mellum,
-MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.
+([results](../../benchmarks/results/2026-11-25-h200-families.json)). [The registry](../evidence/registry.md#equal-answers)
+lists them. Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5, GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose
+routers and sinks have state of their own, and the hybrids and state-space models but for Qwen3-Next and Qwen3.5. None
+answered otherwise. vLLM 0.26 did not start there for the other 13: BLOOM, Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan,
+Hunyuan MoE, Mellum, MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.
 
     weightsync bench --families benchmarks/families.json --no-peers --num-iters 1 --jobs 11 --client extension
 
-GPT-OSS is equal in [MXFP4](quantized.md#which-engines) too, as its own checkpoints are (`tests/gpu/test_mxfp4.py`).
+GPT-OSS is equal in [MXFP4](../use/quantized.md#which-engines) too, as its own checkpoints are
+(`tests/gpu/test_mxfp4.py`).
 
 Also on an H100, with pictures in the prompts (`tests/gpu/test_pictures.py`): Gemma 3, Qwen2-VL, Qwen2.5-VL and
 Qwen3-VL, with their towers and without.
@@ -439,7 +440,7 @@ def test_the_document_says_what_was_found(engine_process: Remote):
     said = DOCUMENT.read_text(encoding="utf-8")
     if f"on a CPU with {cpu()}." not in said:  # other kernels take other load paths
         said, found = without_load_paths(said), without_load_paths(found)
-    assert said == found, f"docs/models.md is stale: WEIGHTSYNC_WRITE_DOCS=1 python -m pytest {Path(__file__).name}"
+    assert said == found, f"{DOCUMENT} is stale: WEIGHTSYNC_WRITE_DOCS=1 python -m pytest {Path(__file__).name}"
 
 
 def without_load_paths(text: str) -> str:

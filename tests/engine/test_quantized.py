@@ -301,7 +301,7 @@ ROWS = {
     ),
     "GPT-OSS's own checkpoints, experts in MXFP4": ("GptOssMxfp4MoEMethod", ""),
 }
-"""By the first column of the table in docs/quantized.md: the key of `PROVEN` for the row, and one for experts."""
+"""By the first column of the table in docs/use/quantized.md: the key of `PROVEN` for the row, and one for experts."""
 
 
 def test_the_documents_say_what_is_proven():
@@ -309,7 +309,7 @@ def test_the_documents_say_what_is_proven():
     (value,) = [node.value for node in source.body if isinstance(node, ast.AnnAssign) and node.target.id == "PROVEN"]
     proven = ast.literal_eval(value)
     assert proven.keys() == {key for keys in ROWS.values() for key in keys if key}
-    lines = (ROOT / "docs" / "quantized.md").read_text().splitlines()
+    lines = (ROOT / "docs/use/quantized.md").read_text().splitlines()
     table = {cells[1].strip(): cells[3:5] for line in lines if len(cells := line.split("|")) == 6}
     for row, (linear, experts) in ROWS.items():
         for device, cell in zip(("cpu", "cuda"), table[row], strict=True):

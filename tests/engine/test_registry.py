@@ -1,6 +1,6 @@
 """Every architecture of vLLM's registry that transformers can train: a load plan, or a refusal that says why.
 
-`docs/registry.md` is what this module found. A run fails when the document says something else; to write it:
+`docs/evidence/registry.md` is what this module found. A run fails when the document says something else; to write it:
 
     WEIGHTSYNC_WRITE_DOCS=1 python -m pytest tests/engine/test_registry.py
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.forks
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "registry.md"
+DOCUMENT = ROOT / "docs/evidence/registry.md"
 ON_CPU, ON_GPU = (
     ROOT / "benchmarks" / "results" / name for name in ("2026-11-25-cpu-families.json", "2026-11-25-h200-families.json")
 )
@@ -277,7 +277,7 @@ def test_the_document_says_what_was_found(found: Found):
     if WRITES:
         DOCUMENT.write_text(written, encoding="utf-8")
     said = DOCUMENT.read_text(encoding="utf-8")
-    assert said == written, f"docs/registry.md is stale: WEIGHTSYNC_WRITE_DOCS=1 python -m pytest {Path(__file__).name}"
+    assert said == written, f"{DOCUMENT} is stale: WEIGHTSYNC_WRITE_DOCS=1 python -m pytest {Path(__file__).name}"
 
 
 def document(found: Found) -> str:
@@ -356,7 +356,7 @@ def wrapped(text: str) -> str:
 HEAD = """# The registry
 
 What becomes of every model that vLLM has a class for. `tests/engine/test_registry.py` writes this file and fails when
-it finds something else. [Models](models.md) has the families for which engines have answered.
+it finds something else. [Models](../reference/models.md) has the families for which engines have answered.
 
 Found with {packages}, on a CPU.
 
@@ -379,16 +379,16 @@ and speculative decoding. Of some transformers has no class.
 """
 EQUAL = f"""## Equal answers
 
-[Models](models.md) has what the tests push to. `benchmarks/families.json` has a small model of each architecture for
-text with a complete plan, and real engines run it:
+[Models](../reference/models.md) has what the tests push to. `benchmarks/families.json` has a small model of each
+architecture for text with a complete plan, and real engines run it:
 
     weightsync bench --families benchmarks/families.json --gpus 0 --client extension --no-peers --num-iters 1
 
 An engine is started cold from A and gets A, B, what a training step made of B, and A again. It is *equal* where it then
 gave the same tokens and log-probabilities as when it was cold, to the bit. vLLM *does not run* what fails in the same
-way without weightsync. [More of GPUs](models.md#on-a-gpu). Raw results, without times:
+way without weightsync. [More of GPUs](../reference/models.md#on-a-gpu). Raw results, without times:
 
-- [on a CPU](../benchmarks/results/{ON_CPU.name}), where `engine_in_process` says that the engine was in
+- [on a CPU](../../benchmarks/results/{ON_CPU.name}), where `engine_in_process` says that the engine was in
   the trainer's process
-- [on an H200](../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
+- [on an H200](../../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
 """

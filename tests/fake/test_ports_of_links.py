@@ -1,4 +1,4 @@
-"""The ports that a broadcast between CPUs opens (docs/security.md)."""
+"""The ports that a broadcast between CPUs opens (docs/operate/security.md)."""
 
 from __future__ import annotations
 

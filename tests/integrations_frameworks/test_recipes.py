@@ -45,7 +45,7 @@ def test_prime_rl(server: VllmServer, tmp_path: Path) -> None:
     """prime-rl has no place to plug in: its page says which lines a user adds to which of its files."""
     sources = tmp_path / "frameworks"
     shutil.copytree(FRAMEWORKS / "prime-rl", sources / "prime-rl")
-    for file, lines in additions(ROOT / "docs/prime-rl.md").items():
+    for file, lines in additions(ROOT / "docs/use/prime-rl.md").items():
         with (sources / "prime-rl" / file).open("a") as source:
             source.write(lines)
     run_ranks(recipe_ranks.prime_rl, 2, sources, tmp_path / "outputs", server.url, timeout_s=200)

@@ -1,4 +1,4 @@
-// Draws docs/grafana.json with the panel components that Grafana publishes, from what a Prometheus answers.
+// Draws docs/operate/grafana.json with the panel components that Grafana publishes, from what a Prometheus answers.
 // draw_dashboard.py gives the address of the Prometheus, the range of time and the value of $window.
 import { useEffect, useState } from 'react';
 import { createRoot } from 'react-dom/client';
@@ -6,7 +6,7 @@ import {
   FieldConfigOptionsRegistry, FieldType, applyFieldOverrides, createTheme, dateTime, getFieldDisplayValues,
 } from '@grafana/data';
 import { BigValue, GlobalStyles, PanelChrome, ThemeContext, TimeSeries } from '@grafana/ui';
-import dashboard from '../../docs/grafana.json';
+import dashboard from '../../docs/operate/grafana.json';
 
 const { prometheus, from, to, window: pushesOf } = Object.fromEntries(new URLSearchParams(location.search));
 const theme = createTheme({ colors: { mode: 'light' } });

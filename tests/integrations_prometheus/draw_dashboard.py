@@ -1,4 +1,4 @@
-"""Draw docs/grafana.json as docs/grafana.png, from ten minutes of pushes to two vLLM servers.
+"""Draw docs/operate/grafana.json as docs/operate/grafana.png, from ten minutes of pushes to two vLLM servers.
 
 Usage: draw_dashboard.py FOLDER, where page.js is dashboard.jsx in one file. Prometheus and Chromium are needed.
 """

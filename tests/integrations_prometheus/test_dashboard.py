@@ -1,4 +1,4 @@
-"""Each query of docs/grafana.json in a real Prometheus, which scrapes a trainer's exporter and a real engine."""
+"""Each query of docs/operate/grafana.json in a real Prometheus that scrapes a trainer's exporter and an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightsync.net.child import free_port
 
 pytestmark = pytest.mark.engine
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "docs/grafana.json"
+DASHBOARD = Path(__file__).resolve().parents[2] / "docs/operate/grafana.json"
 SCRAPE_S = 1
 WINDOW = "1m"
 """What Grafana puts in the place of $window."""

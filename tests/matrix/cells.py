@@ -1,7 +1,7 @@
 """What a cell of the failure matrix is, which there are, and what must be true after each.
 
-The expectation follows from the state table of docs/architecture.md alone: where the push was when it ended, and who
-is left to take back what was done.
+The expectation follows from the state table of docs/internals/architecture.md alone: where the push was when it ended,
+and who is left to take back what was done.
 """
 
 from __future__ import annotations

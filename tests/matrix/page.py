@@ -1,4 +1,4 @@
-"""Writes docs/failure-matrix.md from what cells came to."""
+"""Writes docs/evidence/failure-matrix.md from what cells came to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ABOUT = """# The failure matrix
 
 `make matrix` writes this page, and keeps what it says of cells that were not run again. Each cell of its tables is
 a push in which something was killed, stopped or cut off, at the moment that the column names.
-[failures.md](failures.md) says what users see of it.
+[Failures](../operate/failures.md) says what users see of it.
 
 {ran} cells were run, {real} of them with vLLM. {held} hold. A cell holds when all of this is true:
 

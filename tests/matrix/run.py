@@ -1,4 +1,4 @@
-"""Runs the failure matrix, and writes docs/failure-matrix.md from what it came to.
+"""Runs the failure matrix, and writes docs/evidence/failure-matrix.md from what it came to.
 
     python tests/matrix/run.py --client stand-in --transport ipc broadcast [--match "rank 0 killed"] [--most-s 480]
     python tests/matrix/run.py --page
@@ -43,7 +43,7 @@ def main() -> None:
     args.results.mkdir(exist_ok=True)
     known = page.read(args.results)
     if args.page:
-        path = Path("docs/failure-matrix.md")
+        path = Path("docs/evidence/failure-matrix.md")
         path.write_text(page.page_of(page.signs_on(path.read_text()) | {c: page.sign(r) for c, r in known.items()}))
         return
     done = {cell for cell, result in known.items() if result.holds or not args.again}

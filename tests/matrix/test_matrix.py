@@ -48,7 +48,7 @@ def test_cells_of_adapters_hold(tmp_path: Path) -> None:
 
 
 def test_page_keeps_what_was_not_run_again() -> None:
-    before = Path("docs/failure-matrix.md").read_text()
+    before = Path("docs/evidence/failure-matrix.md").read_text()
     signs = page.signs_on(before)
     assert page.page_of(signs) == before
     assert f"{len(signs)} cells were run" in before

@@ -1,4 +1,4 @@
-"""A second reader of docs/wire.md, written from its text alone. It shares no code with weightsync.
+"""A second reader of docs/internals/wire.md, written from its text alone. It shares no code with weightsync.
 
 `read_frame` returns the name and the fields of a frame without its seal, or raises `RefusedError`.
 """
@@ -20,7 +20,7 @@ Form = Callable[[Any], bool]
 
 
 class RefusedError(Exception):
-    """Bytes that docs/wire.md allows in no message."""
+    """Bytes that docs/internals/wire.md allows in no message."""
 
 
 def number(least: int, most: int = 2**64 - 1) -> Form:

@@ -71,7 +71,7 @@ def inflated(plane: bytes, nbytes: int) -> bytes:
 
 
 def written(encoded: bytes, base: bytes) -> bytes:
-    """Apply a difference as docs/wire.md describes it, in plain Python."""
+    """Apply a difference as docs/internals/wire.md describes it, in plain Python."""
     old = array("H", base)
     starts = range(0, len(old), BLOCK)
     blocks = [old[at : at + BLOCK] for at in starts]

@@ -20,7 +20,7 @@ SOURCES = sorted((ROOT / "weightsync").rglob("*.py"))
 CODE = ("weightsync", "tests", "examples", "benchmarks")
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
-DECISIONS = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
+DECISIONS = sorted((ROOT / "docs/internals/decisions").glob("[0-9]*.md"))
 
 MOST_WORDS = 25
 """In one sentence of a docstring, a comment, a decision, an error, a log line or another text for users."""
@@ -309,7 +309,7 @@ def test_pages_of_frameworks_show_their_recipes():
     recipes = sorted((ROOT / "examples/frameworks").glob("weightsync_*.py"))
     assert recipes
     for recipe in recipes:
-        page = ROOT / "docs" / (recipe.stem.removeprefix("weightsync_").replace("_", "-") + ".md")
+        page = ROOT / "docs/use" / (recipe.stem.removeprefix("weightsync_").replace("_", "-") + ".md")
         assert f"```python\n{recipe.read_text(encoding='utf-8')}```" in page.read_text(encoding="utf-8"), page.name
 
 

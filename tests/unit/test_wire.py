@@ -1,4 +1,4 @@
-"""The bytes of docs/wire.md: what is written, what is read, and what is refused."""
+"""The bytes of docs/internals/wire.md: what is written, what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -505,7 +505,7 @@ def test_a_manifest_that_offers_a_name_twice_is_refused_on_both_sides():
 
 
 def test_the_specification_has_every_message_and_field():
-    text = Path(__file__).parents[2].joinpath("docs", "wire.md").read_text()
+    text = Path(__file__).parents[2].joinpath("docs/internals/wire.md").read_text()
     assert f"Number: **{PROTOCOL}**" in text
     assert str(MAX_FRAME_BYTES) in text
     for cls in Message.__subclasses__():

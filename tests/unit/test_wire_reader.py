@@ -1,4 +1,4 @@
-"""Two more implementations of docs/wire.md read what weightsync writes: the `msgpack` package, and `wire_reader`."""
+"""Two more readers of docs/internals/wire.md read what weightsync writes: the `msgpack` package, and `wire_reader`."""
 
 from __future__ import annotations
 

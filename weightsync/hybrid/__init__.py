@@ -3,7 +3,7 @@
 The controller is an ordinary program. It makes a `WorkerGroup` of each model and a `RolloutGroup` of engines on
 `ResourcePool`s, and calls their methods. `register` gives a method its dispatch mode: the split of a call over the
 workers, and the joining of their results. `RolloutGroup.follow` returns a `GroupSync`. Its `push` moves the weights.
-The pool of a group alone decides its placement: docs/hybrid.md.
+The pool of a group alone decides its placement: docs/use/controller.md.
 
 Nothing else in weightsync imports this package. It needs the extra "hybrid": Ray and tensordict. Ray pickles all values
 between processes, so every process of the Ray cluster must be trusted.

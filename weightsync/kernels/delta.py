@@ -3,7 +3,7 @@
 Bytes are read as 16-bit words, in blocks. The changed words of each block are written as three planes: their positions,
 and the low and the high bytes of their differences. Positions are either the number of equal words before each changed
 word, or a mask of one bit for each word. The shorter form is written. A step of an optimizer changes bfloat16 values by
-a few units in the last place, so the planes of differences deflate well. docs/wire.md has the layout.
+a few units in the last place, so the planes of differences deflate well. docs/internals/wire.md has the layout.
 
 Pure, for CPUs and GPUs alike. Only the planes of a CPU are deflated.
 """

@@ -1,4 +1,4 @@
-"""The messages that cross a process boundary, and their bytes. docs/wire.md is the specification.
+"""The messages that cross a process boundary, and their bytes. docs/internals/wire.md is the specification.
 
 A frame is a 4-byte little-endian length and a msgpack body. The body is a map of the message's name, under "t", and its
 fields. Each message has one canonical encoding, and a frame in another one is refused. Nothing in a frame is ever
@@ -90,7 +90,7 @@ class BoundModules(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=True):
-    """The base of all messages. docs/wire.md specifies the types of their fields."""
+    """The base of all messages. docs/internals/wire.md specifies the types of their fields."""
 
 
 class MachineInfo(Struct, frozen=True, array_like=True):

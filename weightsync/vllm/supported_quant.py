@@ -2,7 +2,7 @@
 
 A push reloads a quantised layer: its `process_weights_after_loading` runs again while the layer is live. vLLM does not
 tell if a quantisation method allows this. Each row stands for tests on that kind of device: a pushed engine answers
-like a cold one, to the bit. docs/quantized.md has the same table for users.
+like a cold one, to the bit. docs/use/quantized.md has the same table for users.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
     )
     raise UnsupportedError(
         f"this engine is quantised ({quantisation.get_name()}), and reloading these layers on a {device.type} device "
-        f"is not proven: {found}. Start the engine with a quantisation of docs/quantized.md, with "
+        f"is not proven: {found}. Start the engine with a quantisation of docs/use/quantized.md, with "
         'quantization="weightsync_int8", or unquantised. Set the class attribute weightsync_reloads = True on your '
         "own configuration, if process_weights_after_loading may run again on freshly loaded parameters"
     )

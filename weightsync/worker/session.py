@@ -1,4 +1,4 @@
-"""One engine worker's conversation with trainer rank 0. docs/wire.md draws it.
+"""One engine worker's conversation with trainer rank 0. docs/internals/wire.md draws it.
 
 The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them. During `init` and `update` the
 worker answers messages on its own connection to the trainer, until the trainer releases it. The end of this connection
