@@ -35,7 +35,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadf
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos compare-trl dashboard-picture deltas endurance fleet fuzz matrix test test-unit test-fake \
+.PHONY: help chaos compare-trl dashboard-picture deltas docs endurance fleet fuzz matrix test test-unit test-fake \
     test-hosts test-integrations test-dashboard test-frameworks test-verl demo lint clean
 
 help: ## List the targets.
@@ -117,6 +117,9 @@ demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then 
 	done
 	@touch $@
 
+docs: .venv-docs/.installed ## Build the site into build/site. A dead link, or a page that no menu leads to, is an error.
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict $(ARGS)
+
 lint: $(INSTALLED) ## ruff and mypy.
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -142,6 +145,12 @@ $(VENV)/.installed: $(LOCK) setup.py
 	@grep '^torchvision==' $(LOCK) | xargs -r $(PIP) --no-deps --upgrade --target $(VENV)/torchvision
 	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation "$$(grep '^deepspeed==' $(LOCK))"
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The site reads weightsync's sources and imports nothing of them, so this environment has neither torch nor weightsync.
+.venv-docs/.installed: requirements-docs.lock
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@touch $@
 
 # Environments of frameworks. They see what $(PY) has, and what their lock file names comes first. torch goes with its

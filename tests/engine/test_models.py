@@ -413,7 +413,7 @@ With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's
 and A, with requests before, between and after.
 
 On H200s these are 70 families of the 83 that were tried
-([results](../../benchmarks/results/2026-11-25-h200-families.json)). [The
+([results](https://github.com/weightsync/weightsync/blob/main/benchmarks/results/2026-11-25-h200-families.json)). [The
 registry](../evidence/registry.md#equal-answers) lists them. Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5,
 GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks have state of their own, and the hybrids and state-space
 models but for Qwen3-Next and Qwen3.5. None answered otherwise. vLLM 0.26 did not start there for the other 13: BLOOM,

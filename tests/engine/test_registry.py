@@ -388,7 +388,7 @@ An engine is started cold from A and gets A, B, what a training step made of B, 
 gave the same tokens and log-probabilities as when it was cold, to the bit. vLLM *does not run* what fails in the same
 way without weightsync. [More of GPUs](../reference/models.md#on-a-gpu). Raw results, without times:
 
-- [on a CPU](../../benchmarks/results/{ON_CPU.name}), where `engine_in_process` says that the engine was in
-  the trainer's process
-- [on an H200](../../benchmarks/results/{ON_GPU.name}), with vLLM 0.26
+- [on a CPU](https://github.com/weightsync/weightsync/blob/main/benchmarks/results/{ON_CPU.name}),
+  where `engine_in_process` says that the engine was in the trainer's process
+- [on an H200](https://github.com/weightsync/weightsync/blob/main/benchmarks/results/{ON_GPU.name}), with vLLM 0.26
 """

@@ -29,6 +29,7 @@ TOP_LEVEL = {
     "benchmarks",
     "docs",
     "examples",
+    "mkdocs.yml",
     "pyproject.toml",
     "setup.py",
     "tests",
@@ -98,7 +99,7 @@ def test_top_level_of_the_repository():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     tracked = {name.split("/")[0] for name in listed.split("\0") if name}
     lock_files = {name for name in tracked if name.startswith("requirements-") and name.endswith(".lock")}
-    assert lock_files == {f"requirements-{name}.lock" for name in ("cpu", "gpu", "trl", "verl")}
+    assert lock_files == {f"requirements-{name}.lock" for name in ("cpu", "docs", "gpu", "trl", "verl")}
     assert tracked - lock_files == TOP_LEVEL
 
 

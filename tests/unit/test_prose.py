@@ -20,6 +20,8 @@ SOURCES = sorted((ROOT / "weightsync").rglob("*.py"))
 CODE = ("weightsync", "tests", "examples", "benchmarks")
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").rglob("*.md"))]
+HOME = "https://github.com/weightsync/weightsync/blob/main/"
+"""The address of a file of this repository, for links that leave `docs` and for PyPI's page."""
 DECISIONS = sorted((ROOT / "docs/internals/decisions").glob("[0-9]*.md"))
 
 MOST_WORDS = 25
@@ -239,13 +241,13 @@ def anchors(page: Path) -> frozenset[str]:
 def broken_links(page: Path) -> list[str]:
     """Return the relative links of a page that lead nowhere."""
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
-    return [link for link in links if "://" not in link and not leads_somewhere(page, link)]
+    return [link for link in links if (HOME in link or "://" not in link) and not leads_somewhere(page, link)]
 
 
 def leads_somewhere(page: Path, link: str) -> bool:
     """Return whether a link's file exists, and the heading in it that the link names."""
     path, _, anchor = link.partition("#")
-    target = page.parent / path if path else page
+    target = ROOT / path.removeprefix(HOME) if HOME in path else page.parent / path if path else page
     return target.exists() and (not anchor or anchor in anchors(target.resolve()))
 
 
@@ -355,10 +357,11 @@ def test_broken_links_and_unknown_names_are_found(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A `b`, c\n[here](#a-b-c) [self](page.md#a-b-c) [gone](gone.md) [no heading](page.md#d) [web](https://x.y)\n"
+        f"[file]({HOME}setup.py) [no file]({HOME}setup.rs)\n"
         "```\n[code](gone.md)\n```\n`weightsync.save` `weightsync.errors.PeerError.who` `weightsync.senders` "
         "`weightsync.errors.SyncTimeoutError.waiting_for`\nfrom weightsync.sources.base import ShardSource, Sender\n"
     )
-    assert broken_links(page) == ["gone.md", "page.md#d"]
+    assert broken_links(page) == ["gone.md", "page.md#d", f"{HOME}setup.rs"]
     assert unknown_names(page) == [
         "weightsync.errors.PeerError.who",
         "weightsync.senders",
