@@ -36,7 +36,8 @@ def ask(engines: Engines) -> tuple[Answer, list[Any]]:
 
 
 def record(worker: Any) -> None:
-    drafter, worker.drafts = worker.model_runner.drafter, []
+    runner, worker.drafts = worker.model_runner, []
+    drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator  # as vLLM's second runner has it
     propose = type(drafter).propose
 
     def propose_and_note(*args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tiny_models
-from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from engines import GRAPHS, LINEAR_ATTENTION, TIMEOUT_S, Answer, Engines, Remote, assert_same
 
 from weightsync import WeightSync
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
 
 
 def serve(engines: Engines, model: str, tp: int) -> dict[str, Answer]:
-    return engines.serve(model, tp, enforce_eager=False)
+    return engines.serve(model, tp, additional_config=LINEAR_ATTENTION, **GRAPHS)
 
 
 def push(engines: Engines, model: str, pushes: str) -> list[Answer]:

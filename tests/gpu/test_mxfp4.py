@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import quantised_checkpoints
 import tiny_models
-from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from engines import GRAPHS, TIMEOUT_S, Answer, Engines, Remote, assert_same
 
 from weightsync import WeightSync
 
@@ -20,7 +20,7 @@ def serve(engines: Engines, model: str, kernel: str, tp: int = 1, **options: Any
     for weights in "AB":
         if not (folder := engines._folder / f"{name}-{weights}").exists():
             quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), folder)
-    return engines.serve(name, tp, moe_backend=kernel, enforce_eager=False, **options)
+    return engines.serve(name, tp, moe_backend=kernel, **GRAPHS, **options)
 
 
 def serve_two_workers(engines: Engines, has_whole_experts: bool) -> dict[str, Answer]:

@@ -20,6 +20,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -40,6 +41,10 @@ NOT_COMPILED = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}
 GPU that is quick, and what quantises there is compiled too."""
 IN_CORE = {**NOT_COMPILED, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """For a server whose one worker is to live in the process of the engine's core, where a GPU's worker lives."""
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+"""For an engine on a GPU with CUDA graphs. Nothing is compiled for it."""
+LINEAR_ATTENTION = {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
+"""VLLM's `additional_config`: on Hopper it wants FlashInfer's kernel, also where that is not installed."""
 ANSWER_TOKENS = 4
 """Every weight has a part in the first one's log-probabilities, and the cache of keys and values in the others."""
 PROMPTS = [[5, 6, 7, 8], [9, 9, 3], [(7 * i * i + 11) % 251 for i in range(40)]]

@@ -191,7 +191,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         intermediate_size=2880,
         num_attention_heads=64,
         num_key_value_heads=8,
-        **_GPT_OSS | {"num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 128},
+        **_GPT_OSS | {"sliding_window": 128},
     ),
     "gpt2": _config("GPT2Config", n_embd=128, n_layer=2, n_head=4, n_positions=512, tie_word_embeddings=True),
     "bloom": _config("BloomConfig", n_layer=2, n_head=4, tie_word_embeddings=True),

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import State, differing, state_of
-from engines import NOT_COMPILED
+from engines import GRAPHS, LINEAR_ATTENTION, NOT_COMPILED
 from torch import nn
 from vision_models import PROMPTS, QWEN_PROMPT, make_vision_model
 
@@ -182,7 +182,7 @@ def state_of_live(llm: Any) -> State:
 def start(kind: str, has_tower: bool, folder: Path, **more: Any) -> Any:
     from vllm import LLM
 
-    options: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    options: dict[str, Any] = {**GRAPHS, "additional_config": LINEAR_ATTENTION}
     if not torch.cuda.is_available():
         from engines import know_class
         from vllm.platforms import current_platform as platform
