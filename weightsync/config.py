@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
@@ -22,12 +22,14 @@ OnEngineFailure = Literal["raise", "drop"]
 Encoding = Literal["auto", "delta"]
 NonFinite = Literal["warn", "refuse", "ignore"]
 
-_Bytes = Annotated[int, Meta(description="it must be a whole number of bytes, such as 67108864 for 64 MiB")]
+_Bytes = Annotated[int, Meta(description='it must be a whole number of bytes, such as 67108864 or "64MiB"')]
 _Timeout = Annotated[
     float, Meta(gt=0, le=MAX_TIMEOUT_S, description=f"it must be positive seconds, {MAX_TIMEOUT_S:.0f} at most")
 ]
 _Hold = Annotated[float, Meta(gt=0, description="it must be positive seconds, or None for no limit")]
 _Switch = Annotated[bool, Meta(description="it must be true, false or None")]
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 _CHECKED_WHERE_READ = ("backend", "transport", "engine", "bucketer", "selection", "quantize", "encoding", "ranks")
 """Options with objects or names that only their readers know, such as a plug-in's transport."""
@@ -41,6 +43,7 @@ class WeightSyncConfig:
     Objects, such as an `LLM`, are given to `from_config` beside the config.
 
     Attributes:
+        max_bytes: Bytes, or text such as "64MiB" or "1GB". Text becomes a number.
         selection: A `TensorSelection`, or a mapping of its options.
 
     Raises:
@@ -65,27 +68,54 @@ class WeightSyncConfig:
     ranks: Literal["alone"] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _kinds().items():
+        if isinstance(self.max_bytes, str):
+            object.__setattr__(self, "max_bytes", read_bytes(self.max_bytes))
+        for name, kind in _KINDS.items():
             try:
                 convert(given := getattr(self, name), kind)
             except ValidationError:
                 raise ConfigError(f"{name}={given!r}; {_expected(kind)}") from None
-        object.__setattr__(self, "selection", _selection(self.selection))
+        read_selection(self.selection)
 
 
-@cache
-def _kinds() -> dict[str, Any]:
-    """Return the types of the options that the config itself checks."""
-    kinds = get_type_hints(WeightSyncConfig, include_extras=True)
-    return {name: kind for name, kind in kinds.items() if name not in _CHECKED_WHERE_READ}
+_TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
+_KINDS = {name: kind for name, kind in _TYPES.items() if name not in _CHECKED_WHERE_READ}
+"""The types of the options that the config itself checks."""
+
+
+def _one_kind(kind: Any) -> Any:
+    """Return a type without `None`."""
+    return next((part for part in get_args(kind) if get_args(part)), kind)
 
 
 def _expected(kind: Any) -> str:
     """Return the description of a type, or the choices of a `Literal`."""
-    kind = next((part for part in get_args(kind) if get_args(part)), kind)  # without `None`
+    kind = _one_kind(kind)
     if meta := getattr(kind, "__metadata__", None):
         return str(meta[0].description)
     return f"choose one of {', '.join(get_args(kind))}"
+
+
+def _show_text() -> None:
+    """Annotate for readers of files: text with choices in place of a `Literal`, which OmegaConf 2.3 refuses."""
+    WeightSyncConfig.__annotations__["max_bytes"] = "int | str | None"
+    for each in fields(WeightSyncConfig):
+        kind = _one_kind(_TYPES[each.name])
+        if get_origin(kind) is Literal:
+            WeightSyncConfig.__annotations__[each.name] = "str" if kind is _TYPES[each.name] else "str | None"
+            each.metadata = MappingProxyType({"choices": get_args(kind)})  # `HfArgumentParser` reads them
+
+
+_show_text()
+
+
+def read_bytes(text: str) -> int:
+    """Return a size from text such as "67108864", "64MiB" or "1GB". Raise `ConfigError` for other text."""
+    number = text.rstrip("BGKMik")
+    try:
+        return int(number) * _UNITS[text[len(number) :]]
+    except (ValueError, KeyError):
+        raise ConfigError(f"{text!r}: expected bytes, such as 268435456 or 256MiB") from None
 
 
 def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +127,8 @@ def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
     return _known("a WeightSyncConfig", WeightSyncConfig, config)
 
 
-def _selection(given: Any) -> TensorSelection:
+def read_selection(given: Any) -> TensorSelection:
+    """Return a `TensorSelection`, a mapping of its options as one, or one of all tensors for None."""
     if given is None or isinstance(given, TensorSelection):
         return given or TensorSelection()
     if not isinstance(given, Mapping):

@@ -75,6 +75,10 @@ class PushReport:
             + ", ".join(f"{part} {format_seconds(getattr(self, part + '_s'))}" for part in parts)
         )
 
+    def __repr__(self) -> str:
+        """Return one short line. A notebook shows it as the value of a cell."""
+        return f"<PushReport {self}>"
+
     def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
         """Return the report as numbers by name, such as "weightsync/total_s", for an experiment tracker."""
         numbers: dict[str, float] = {

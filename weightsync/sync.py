@@ -26,6 +26,7 @@ from weightsync.config import (
     Verify,
     WeightSyncConfig,
     read_config,
+    read_selection,
 )
 from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
@@ -88,8 +89,8 @@ class WeightSync:
         bucketer: The rule that groups tensors into buckets. "module": as many whole modules as `max_bytes` holds.
             "threshold": as many tensors as `max_bytes` holds. "parameter": one tensor. An object with a `bucket` method
             works too. None: "module" for ipc, but "threshold" from "megatron" and "stream" and for other transports.
-        max_bytes: The most bytes of a chunk. None: 256 MiB. Each rank and each worker holds two chunks. With
-            "parameter" each chunk is a whole tensor.
+        max_bytes: The most bytes of a chunk, also as text such as "64MiB". None: 256 MiB. Each rank and each worker
+            holds two chunks. With "parameter" each chunk is a whole tensor.
         selection: A `TensorSelection`: the tensors of the first and later pushes, and their dtypes. None: all tensors,
             at every push, in the narrower of the trainer's and the engine's dtype.
         pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"
@@ -138,7 +139,7 @@ class WeightSync:
         engine: Any = None,
         *,
         bucketer: BucketerName | Bucketer | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         selection: TensorSelection | None = None,
         pause: Pause | None = None,
         timeout_s: float = 300.0,
@@ -152,17 +153,24 @@ class WeightSync:
         ranks: Literal["alone"] | ProcessGroup | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
+        given["selection"] = selection = read_selection(selection)
         config = WeightSyncConfig(**given)
-        source = open_source(backend, config.selection, ranks)
+        source = open_source(backend, selection, ranks)
         self._drops = on_engine_failure == "drop"
         self._turn = _Turn(is_over=True)
         self._process: int | None = None  # the process that connected
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
+        self._shown = _told(backend), _told(transport), options.engines
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
         self._ranks = Ranks(timeout_s, ranks, {name: _told(value) for name, value in shared.items()}, hold_s)
         self.last_report: PushReport | None = None
         """The last report of `push`, `catch_up` or `writing`, on every rank."""
+
+    def __repr__(self) -> str:
+        backend, transport, engines = self._shown
+        served = "no push yet" if self.last_report is None else f"last version {self.last_report.version}"
+        return f"<WeightSync(backend={backend}, transport={transport}, engine={engines!r}), {served}>"
 
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:

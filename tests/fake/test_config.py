@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from contextlib import closing
 from dataclasses import MISSING, fields
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, col
 from transformers import HfArgumentParser
 
 from weightsync import ConfigError, TensorSelection, WeightSync, WeightSyncConfig
+from weightsync.config import read_config, read_selection
 
 
 def test_a_config_has_the_options_of_weight_sync_and_their_defaults() -> None:
@@ -53,8 +56,35 @@ def test_a_command_line_fills_a_config() -> None:
     assert config == WeightSyncConfig("fsdp", "broadcast", ["http://a:1", "http://b:2"], max_bytes=1000, progress=False)
 
 
-def test_annotations_name_what_a_file_can_hold() -> None:
-    assert not {name for name, hint in get_type_hints(WeightSyncConfig).items() if "weightsync" in str(hint)}
+def test_sizes_may_have_units() -> None:
+    assert [WeightSyncConfig("fsdp", max_bytes=each).max_bytes for each in ("64MiB", "100", 7)] == [64 << 20, 100, 7]
+    (config,) = HfArgumentParser(WeightSyncConfig).parse_args_into_dataclasses(["--backend=fsdp", "--max_bytes=1kB"])
+    assert config.max_bytes == 1000
+
+
+def test_annotations_are_types_that_omegaconf_knows() -> None:
+    """OmegaConf 2.3 takes plain types, lists of them and unions of them. It refuses `Literal`."""
+    allowed = {str, int, float, bool, type(None), Any, list[str]}
+    assert not {
+        name: hint
+        for name, hint in get_type_hints(WeightSyncConfig).items()
+        if not allowed.issuperset(get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint])
+    }
+
+
+def test_choices_are_checked_and_shown_on_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        HfArgumentParser(WeightSyncConfig).parse_args_into_dataclasses(["--backend", "fsdp", "--pause", "never"])
+    assert re.search(r"invalid choice: 'never' \(choose from '?keep'?, '?wait", capsys.readouterr().err)
+
+
+def test_a_structured_config_of_omegaconf() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    own = omegaconf.OmegaConf.create({"backend": "fsdp", "max_bytes": "64MiB", "selection": {"exclude": ["a"]}})
+    config = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(WeightSyncConfig), own)
+    given = WeightSyncConfig(**read_config(config))
+    assert (given.max_bytes, read_selection(given.selection)) == (64 << 20, TensorSelection(exclude=("a",)))
+    assert omegaconf.OmegaConf.structured(given).selection == {"exclude": ["a"]}
 
 
 @pytest.mark.parametrize(
@@ -66,7 +96,8 @@ def test_annotations_name_what_a_file_can_hold() -> None:
         ({"backend": "fsdp", "selection": ["a"]}, "expected a TensorSelection"),
         ({"backend": "fsdp", "timeout_s": "300"}, "positive seconds"),
         ({"backend": "fsdp", "timeout_s": float("inf")}, "timeout_s=inf; it must be positive seconds, 86400 at most"),
-        ({"backend": "fsdp", "max_bytes": "1GB"}, "max_bytes='1GB'; it must be a whole number"),
+        ({"backend": "fsdp", "max_bytes": "1 gig"}, "'1 gig': expected bytes, such as 268435456 or 256MiB"),
+        ({"backend": "fsdp", "max_bytes": 1.5}, "max_bytes=1.5; it must be a whole number of bytes, such as 67108864"),
         ({"backend": "fsdp", "max_bytes": True}, "max_bytes=True; it must be a whole number"),
         ({"backend": "fsdp", "hold_s": 0}, "hold_s=0; it must be positive seconds, or None for no limit"),
         ({"backend": "fsdp", "progress": "no"}, "progress='no'; it must be true, false or None"),

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import ray_workers
 
+from weightsync import WeightSync
 from weightsync.engines import AdapterEngine, HttpEngine, LoraAdapter
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.bound_modules import ask_worker
@@ -114,6 +115,29 @@ def test_an_engine_of_ones_own_may_know_its_address():
 def test_anything_else_is_refused_with_what_is_accepted(given, words):
     with pytest.raises(ConfigError, match=words):
         connect(given, 1.0)
+
+
+@pytest.mark.parametrize("given", [8000, [], "localhost:8000", "/some/path", ["http://a:1", "http://a:1/"]])
+def test_engines_are_checked_when_they_are_given(given):
+    with pytest.raises(ConfigError, match=r"Expected a vLLM|no engine|not the URL|the same as engine 0"):
+        WeightSync("fsdp", engine=given)
+
+
+def test_engines_that_are_read_at_each_push_are_not_read_before(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEIGHTSYNC_ENGINE", "localhost:8000")
+    for given in (None, tmp_path / "missing", lambda: 1 / 0):
+        WeightSync("fsdp", engine=given)
+
+
+def test_reprs_name_what_pushes_to_which_engines(tmp_path):
+    sync = WeightSync("fsdp", "broadcast", ["http://a:1", fake_llm()])
+    assert repr(sync.engines) == "EngineList(['http://a:1', 'VersionedLLM'])"
+    sync.engines.remove("http://a:1")
+    assert (
+        repr(sync)
+        == "<WeightSync(backend='fsdp', transport='broadcast', engine=EngineList(['VersionedLLM'])), no push yet>"
+    )
+    assert repr(WeightSync("fsdp", engine=tmp_path).engines) == f"EngineList({tmp_path!r})"
 
 
 def test_an_empty_variable_is_refused(monkeypatch):

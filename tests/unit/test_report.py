@@ -25,6 +25,12 @@ def printed(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, show: bool | N
     return stream.getvalue()
 
 
+def test_the_repr_of_a_report_is_one_short_line():
+    short = repr(PushReport(version=3, nbytes=16_380_000_000, control_s=0.1, load_s=0.1, total_s=0.0148273645182937))
+    assert short.startswith("<PushReport version 3: 16.38 GB in 14.8 ms, generation paused ")
+    assert len(short) < 200
+
+
 def test_a_bar_shows_itself_on_a_terminal_or_where_it_is_wanted(monkeypatch):
     monkeypatch.setattr(report, "_BAR_AFTER_S", 0.0)
     assert "push 7" in printed(monkeypatch, Terminal(), None)

@@ -34,7 +34,10 @@ class EngineList:
     """
 
     def __init__(self, given: object, timeout_s: float, of: str = "") -> None:
-        """Take the user's engines. `of` is the end of their names, such as " of trainer rank 1"."""
+        """Take the user's engines. `of` is the end of their names, such as " of trainer rank 1".
+
+        Raises `ConfigError` for a list as `engines` does. $WEIGHTSYNC_ENGINE, a callable or a file is read later.
+        """
         self.given = given
         self._read: Callable[[], object] | None = None
         if isinstance(given, os.PathLike):
@@ -46,6 +49,15 @@ class EngineList:
         self._timeout_s, self._of = timeout_s, of
         self._known: list[tuple[object, Engine]] = []
         self._count = 0
+        if self._listed is not None:
+            self.engines()  # for its errors: a client also takes the thread, event loop and API key of the first push
+            self._known, self._count = [], 0
+
+    def __repr__(self) -> str:
+        engines = (
+            self.given if self._read is not None else [public_name(one) or type(one).__name__ for one in self.all()]
+        )
+        return f"EngineList({engines!r})"
 
     def add(self, engine: object) -> None:
         """Add an engine for the next push.

@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from weightsync import __version__
-from weightsync.errors import WeightSyncError
+from weightsync.config import read_bytes
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.tools.bench import __doc__ as bench_text
 from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, LOAD_FORMATS, TRANSPORTS
 from weightsync.tools.bench.shapes import SHAPES
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,11 +213,10 @@ def _add_handles(commands: Commands) -> None:
 
 def _size(text: str) -> int:
     """Return bytes, from "268435456" or "256MiB"."""
-    number = text.rstrip("BGKMik")
     try:
-        return int(number) * _UNITS[text[len(number) :]]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected bytes, such as 268435456 or 256MiB") from None
+        return read_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _terminated(*_: object) -> NoReturn:
