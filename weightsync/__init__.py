@@ -22,7 +22,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
-from weightsync.planning.bucketing import ModuleBucketer, ParameterBucketer, ThresholdBucketer
+from weightsync.planning.bucketing import Bucket, Bucketer, ModuleBucketer, ParameterBucketer, ThresholdBucketer
 from weightsync.report import PushReport, WorkerReport
 from weightsync.selection import TensorSelection
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bucket",
+    "Bucketer",
     "CheckpointTransport",
     "ConfigError",
     "DigestError",

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from weightsync.engines.base import AdapterEngine, Engine, LoraAdapter
 from weightsync.engines.http import HttpEngine
+from weightsync.engines.server import VllmServer
 
 __all__ = [
     "AdapterEngine",
     "Engine",
     "HttpEngine",
     "LoraAdapter",
+    "VllmServer",
 ]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from weightsync.engines import HttpEngine
+from weightsync.engines.http import HttpEngine
 from weightsync.errors import EngineError, SyncTimeoutError
 from weightsync.net import timeouts
 from weightsync.net.child import Child, free_port

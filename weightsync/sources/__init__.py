@@ -5,8 +5,22 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from weightsync.errors import ConfigError
+from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import ShardSource
+from weightsync.sources.base import Barrier, Model, Reading, ShardSource, TensorShard, dtype_name
+
+__all__ = [
+    "BackendOption",
+    "Barrier",
+    "Box",
+    "Manifest",
+    "Model",
+    "Reading",
+    "ShardSource",
+    "TensorMeta",
+    "TensorShard",
+    "dtype_name",
+]
 
 
 @runtime_checkable

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, ru
 
 from torch import nn
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize
 from weightsync.selection import TensorSelection
 
 if TYPE_CHECKING:
     import torch
-
-    from weightsync.planning.layout import Box, Manifest, TensorMeta
 
 Pairs: TypeAlias = "Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]"
 """Checkpoint names and whole tensors, one pair after the other."""
@@ -40,6 +39,16 @@ def one_module(model: Model) -> nn.Module:
     raise ConfigError(
         f'push got a {type(model).__name__}, expected the model, a torch.nn.Module; tensors are for backend="stream"'
     )
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return torch's name of the tensor's dtype. Raise `UnsupportedError` for a dtype that does not travel."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        itemsize(name)
+    except ConfigError as error:
+        raise UnsupportedError(error.message) from None
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,11 @@ from torch import distributed as dist
 from torch import nn
 
 from weightsync.errors import UnsupportedError
-from weightsync.sources.base import Barrier
+from weightsync.sources.base import Barrier, dtype_name
 from weightsync.sources.module import (
     LocalParam,
     ModuleSource,
     NamedReader,
-    dtype_name,
     flat_parts,
     plain,
     read_whole,

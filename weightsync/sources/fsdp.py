@@ -27,13 +27,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
-from weightsync.sources.base import Barrier
+from weightsync.sources.base import Barrier, dtype_name
 from weightsync.sources.module import (
     ON_META,
     LocalParam,
     ModuleSource,
     NamedReader,
-    dtype_name,
     flat_parts,
     memory_of,
     plain,

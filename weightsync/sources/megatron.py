@@ -20,7 +20,7 @@ from weightsync.config import check_count
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import LocalSource, Model, Reading, ShardSource, TensorShard, one_module
+from weightsync.sources.base import LocalSource, Model, Reading, ShardSource, TensorShard, dtype_name, one_module
 from weightsync.sources.megatron_names import (
     LATENT_BY_HEAD,
     LATENT_DOWN,
@@ -38,7 +38,7 @@ from weightsync.sources.megatron_names import (
     side_by_side,
     whole,
 )
-from weightsync.sources.module import dtype_name, fingerprint, plain, readable, refusal, trains
+from weightsync.sources.module import fingerprint, plain, readable, refusal, trains
 from weightsync.sources.module_tree import modules
 
 _REFUSED_OPTIONS = {

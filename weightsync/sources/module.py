@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightsync.errors import ConfigError, UnsupportedError, first_few
-from weightsync.planning.layout import Box, TensorMeta, flat_boxes, itemsize
+from weightsync.errors import UnsupportedError, first_few
+from weightsync.planning.layout import Box, TensorMeta, flat_boxes
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, one_module
+from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
@@ -338,13 +338,3 @@ def flat_parts(shape: tuple[int, ...], start: int, values: torch.Tensor) -> list
     boxes = flat_boxes(shape, start, start + values.numel())
     runs = values.split([box.numel for box in boxes])
     return [(box, run.view(box.size)) for box, run in zip(boxes, runs, strict=True)]
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return torch's name of the tensor's dtype. Raise `UnsupportedError` for a dtype that does not travel."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    try:
-        itemsize(name)
-    except ConfigError as error:
-        raise UnsupportedError(error.message) from None
-    return name

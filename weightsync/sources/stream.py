@@ -21,8 +21,8 @@ from weightsync.net.ranks import place_among
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Barrier, Model, Reading, TensorShard
-from weightsync.sources.module import ON_META, dtype_name, readable
+from weightsync.sources.base import Barrier, Model, Reading, TensorShard, dtype_name
+from weightsync.sources.module import ON_META, readable
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,42 @@ from typing import TypeAlias
 import torch
 
 from weightsync.errors import ConfigError, ProtocolError
-from weightsync.transports.base import Transport, TransportReceiver
+from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, typed
+from weightsync.planning.layout import ShardLocation
+from weightsync.planning.transfer_plan import Chain, TransferPlan
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
+from weightsync.transports.base import (
+    Endpoint,
+    LocalTensor,
+    LocalTensors,
+    RouteRequest,
+    Transport,
+    TransportReceiver,
+    Wait,
+)
+
+__all__ = [
+    "ByteRange",
+    "Chain",
+    "ChunkLayout",
+    "Deadline",
+    "Endpoint",
+    "LocalTensor",
+    "LocalTensors",
+    "MachineInfo",
+    "ReadRegions",
+    "RouteRequest",
+    "ShardLocation",
+    "Storage",
+    "TransferPlan",
+    "Transport",
+    "TransportReceiver",
+    "Update",
+    "Wait",
+    "typed",
+]
 
 Ends: TypeAlias = tuple[Callable[[str], Transport], Callable[[torch.device], TransportReceiver]]
 

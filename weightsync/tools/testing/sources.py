@@ -14,8 +14,7 @@ from weightsync.net.wire import typed
 from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage
 from weightsync.planning.merge import merge_manifests
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Model, ShardSource
-from weightsync.sources.module import dtype_name
+from weightsync.sources.base import Model, ShardSource, dtype_name
 from weightsync.tools.testing.assertions import region, require, same_bytes
 
 OpenSource: TypeAlias = Callable[[TensorSelection], ShardSource]
