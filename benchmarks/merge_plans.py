@@ -131,11 +131,11 @@ class StandIns:
         ]
         self.workers = [SimpleNamespace(machine=machine) for machine in machines]
 
-    def plan(self, manifest: Manifest) -> list[LoadPlan]:
-        return Fleet.plan(self, manifest)  # type: ignore[arg-type]
+    def plan(self, *manifest_and_invitations: Any) -> list[LoadPlan]:
+        return Fleet.plan(self, *manifest_and_invitations)  # type: ignore[arg-type]
 
-    def _ask(self, request: PlanRequest, *kinds: Any) -> list[Any]:
-        self.request_bytes = len(encode(request))
+    def _ask(self, requests: Sequence[PlanRequest], *kinds: Any) -> list[Any]:
+        self.request_bytes = len(encode(requests[0]))
         return [decode(frame[4:]) for frame in self.frames]
 
 

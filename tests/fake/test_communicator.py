@@ -22,7 +22,7 @@ from weightsync.net.connection import dial
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import PROTOCOL, Hello, Value
 from weightsync.transports import nccl_group
-from weightsync.transports.communicator import Communicator
+from weightsync.transports.communicator import Communicator, Part
 from weightsync.transports.nccl_group import _ARRIVED, NcclGroup
 from weightsync.transports.tcp_links import TcpLinks
 
@@ -46,6 +46,11 @@ def still_works(device: torch.device) -> None:
 
 def kind_of(device: torch.device) -> type[Communicator]:
     return NcclGroup if device.type == "cuda" else TcpLinks
+
+
+def from_other(device: torch.device, member: int) -> list[Part]:
+    """Return one end of a first exchange with a member."""
+    return [(torch.zeros(1, dtype=torch.uint8, device=device), member)]
 
 
 def visit(place: list[Any], address: tuple[str, int]) -> None:
@@ -81,9 +86,10 @@ def alone(rank: int, kind: str, ending: str) -> None:
         if ending == "unreached" and kind == "cpu":
             threading.Thread(target=visit, args=(place, full.getsockname()), daemon=True).start()
         deadline = Deadline(20.0 if ending == "news" else 1.5)
-        communicator = kind_of(device)(place, given, 0, 2, device, [], [1])
+        communicator = kind_of(device)(place, given, 0, 2, device)
+        communicator.meet(deadline)
         with pytest.raises(WeightSyncError if ending == "news" else SyncTimeoutError) as caught:
-            communicator.meet(wait, deadline)
+            communicator.link([], from_other(device, 1), wait, deadline)
     said = {"news": "bad news", "deadline": f"not all have connected to {HOST}", "unreached": "but not to each other"}
     assert said[ending] in str(caught.value)
     assert time.monotonic() - started < 15.0
@@ -98,7 +104,7 @@ def test_a_member_that_never_comes(kind: str, ending: str):
 
 def meet(rank: int, device: torch.device, place: Path) -> Communicator:
     """Rank 1 will send to rank 0."""
-    ends = ([], [1]) if rank == 0 else ([0], [])
+    ends = ([], from_other(device, 1)) if rank == 0 else (from_other(device, 0), [])
     rendezvous: Any = None
     if rank == 0:
         rendezvous = kind_of(device).rendezvous_at(HOST)
@@ -107,8 +113,9 @@ def meet(rank: int, device: torch.device, place: Path) -> Communicator:
     while not place.exists():
         time.sleep(0.01)
     port, name = place.read_text().split()
-    communicator = kind_of(device)([HOST, int(port), name], rendezvous, rank, 2, device, *ends)
-    communicator.meet(time.sleep, Deadline(20.0))
+    communicator = kind_of(device)([HOST, int(port), name], rendezvous, rank, 2, device)
+    communicator.meet(Deadline(20.0))
+    communicator.link(*ends, time.sleep, Deadline(20.0))
     return communicator
 
 
@@ -176,7 +183,7 @@ def test_a_search_whose_members_nccl_connects_first_ends_at_its_deadline(
     # NCCL itself needs a GPU.
     for name in ("stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    communicator = NcclGroup([HOST, 0, ""], None, 0, 2, torch.device("cuda", 0), [], [])
+    communicator = NcclGroup([HOST, 0, ""], None, 0, 2, torch.device("cuda", 0))
     communicator._group = mock.Mock(allreduce=allreduce, abort=aborted.set)
     search = communicator.largest(torch.zeros(3), ["trainer rank 1"])
     error, words = (
@@ -234,19 +241,59 @@ def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path):
     run_ranks(meet_among_strangers, 2, str(tmp_path), timeout_s=60)
 
 
+def link(members: tuple[Communicator, Communicator], sends: list[Part], receives: list[Part]) -> None:
+    """Link two members in this process: what member 0 sends, member 1 receives."""
+    parts = [(data, 0) for data, _ in receives], [(data, 0) for data, _ in sends]
+    other = threading.Thread(target=members[1].link, args=(*parts, time.sleep, Deadline(20.0)))
+    other.start()
+    members[0].link(sends, receives, time.sleep, Deadline(20.0))
+    other.join()
+
+
 @pytest.fixture
 def links() -> Iterator[tuple[Communicator, Communicator]]:
     """Yield two members in this process. Member 1 sends to member 0."""
     device, rendezvous = torch.device("cpu"), TcpLinks.rendezvous_at(HOST)
     place = [rendezvous.host, rendezvous.port, rendezvous.name]
-    members = TcpLinks(place, rendezvous, 0, 2, device, [], [1]), TcpLinks(place, None, 1, 2, device, [0], [])
-    other = threading.Thread(target=members[1].meet, args=(time.sleep, Deadline(20.0)))
-    other.start()
-    members[0].meet(time.sleep, Deadline(20.0))
-    other.join()
+    members = TcpLinks(place, rendezvous, 0, 2, device), TcpLinks(place, None, 1, 2, device)
+    for member in members:
+        member.meet(Deadline(20.0))
+    link(members, [], from_other(device, 1))
     yield members
     for member in members:
         member.abort()
+
+
+def test_members_that_have_exchanged_link_once_more_for_the_other_direction(links: tuple[Communicator, Communicator]):
+    forth, back = (torch.full((9,), value, dtype=torch.uint8) for value in (1, 2))
+    rooms = torch.zeros(2, 9, dtype=torch.uint8)
+    link(links, [(forth, 1)], [(rooms[0], 1)])
+    ends = [
+        links[0].exchange(0, [(forth, 1)], [(rooms[0], 1)]),
+        links[1].exchange(0, [(back, 0)], [(rooms[1], 0)]),
+    ]
+    for end in ends:
+        end.wait(time.sleep, Deadline(20.0), "transfer")
+    assert rooms.tolist() == [[2] * 9, [1] * 9]
+
+
+def test_a_meeting_that_is_aborted_leaves_no_thread_and_no_socket_waiting():
+    rendezvous = TcpLinks.rendezvous_at(HOST)
+    place = [rendezvous.host, rendezvous.port, rendezvous.name]
+    before = len(os.listdir("/proc/self/fd"))
+    members = [TcpLinks(place, given, rank, 3, torch.device("cpu")) for rank, given in enumerate((rendezvous, None))]
+    for member in members:
+        member.meet(Deadline(20.0))
+    time.sleep(0.3)  # the third member never comes
+    for member in members:
+        member.abort()
+    deadline = Deadline(10.0)
+    while any(thread.name == "weightsync-meet" for thread in threading.enumerate()):
+        assert not deadline.passed(), "a member still waits for the third one"
+        time.sleep(0.05)
+    assert len(os.listdir("/proc/self/fd")) < before
+    with pytest.raises(WeightSyncError, match="was closed"):
+        members[1].link([], [], time.sleep, Deadline(20.0))
 
 
 def test_a_message_may_be_shorter_than_its_room(links: tuple[Communicator, Communicator]):

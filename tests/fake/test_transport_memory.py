@@ -62,17 +62,19 @@ def send(name: str, rank_count: int, mail: Mail) -> None:
     reads = [{meta.name: (Box.full(meta.shape),) for meta in MANIFEST} for _ in mail.workers]
     machines = [MachineInfo(title(end, rank_count), "cpu", "", "") for end in range(rank_count + len(reads))]
     transport, update = open_transport(name), Update(mail, 20.0)
+    invitations = transport.invite(machines[:rank_count], machines[rank_count:], mail.host) if mail.rank == 0 else []
+    transport.meet(mail.broadcast(invitations, "plan")[mail.rank], CPU, update.deadline())
     chains = transport.route(RouteRequest(machines[:rank_count], machines[rank_count:], MANIFEST, everyone, reads))
     none: frozenset[str] = frozenset()
     chunks = make_chunks(MANIFEST, chains, [["embed"], ["norm"]], none, none, everyone, CHUNK_BYTES, {})
     assert EMBED.nbytes > 10 * CHUNK_BYTES
     assert len(chunks) > 10
-    plan = TransferPlan(MANIFEST, chains, chunks, len(mail.workers), mail.host, {})
+    plan = TransferPlan(MANIFEST, chains, chunks, len(mail.workers), {})
     endpoints = transport.prepare(plan, LocalTensors(held), update)
     storages = mail.gather([each.storages for each in endpoints], "connect")
     for number, end in enumerate(mail.workers if mail.rank == 0 else ()):
         rows_of = [row for each in storages for row in each[number]]
-        mail.send(end, [rows_of, endpoints[number].fields, len(chunks)])
+        mail.send(end, [invitations[rank_count + number], rows_of, endpoints[number].fields, len(chunks)])
     transport.connect(update.deadline())
     transport.send(range(len(chunks)), None, update)
     for end in mail.workers if mail.rank == 0 else ():
@@ -90,8 +92,9 @@ def _locations(rank: int, rows: int) -> list[Any]:
 
 def receive(name: str, mail: Mail) -> None:
     threading.current_thread().name = f"worker {mail.rank}"
-    storages, fields, count = mail.receive(0)
+    invitation, storages, fields, count = mail.receive(0)
     receiver = open_receiver(name, CPU)
+    receiver.meet(invitation, Deadline(20.0))
     receiver.connect(storages, fields, mail.wait, Deadline(20.0))
     assert list(receiver.chunks(range(count), mail.wait, lambda: Deadline(20.0))) == list(range(count))
     receiver.close()
@@ -128,7 +131,7 @@ def test_transport_that_was_aborted_keeps_no_slot(tmp_path: Path):
     transports: list[Transport] = [IpcTransport(), FilesTransport(tmp_path, 2, 1 << 30, (), takes_configs=False)]
     for transport in transports:
         before = large_tensors()
-        plan = TransferPlan(Manifest((EMBED,)), (), (Chunk(tuple(held)),), 1, "127.0.0.1", {})
+        plan = TransferPlan(Manifest((EMBED,)), (), (Chunk(tuple(held)),), 1, {})
         transport.prepare(plan, LocalTensors(held), Update(alone, 5.0))
         assert large_tensors() > before
         transport.abort()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.transports import open_transport
 from weightsync.transports.base import ByteRange, Endpoint, LocalTensor, LocalTensors, RouteRequest, Transport
@@ -27,6 +30,12 @@ class FaultyTransport(Transport):
         self.before_chunk: Callable[[int], None] | None = None
         self.flip_a_byte_of: int | None = None
         self.change_endpoints: Callable[[list[Endpoint]], None] | None = None
+
+    def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
+        return self.inner.invite(ranks, workers, host)
+
+    def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
+        self.inner.meet(invitation, device, deadline)
 
     def route(self, request: RouteRequest) -> tuple[Chain, ...]:
         return self.inner.route(request)

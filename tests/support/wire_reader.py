@@ -123,9 +123,6 @@ TRANSPORT_FIELDS: dict[str, dict[str, Form]] = {
     "ipc": {"worker": COUNT, "parts": array(maybe(array(COUNT)))},
     "broadcast": {
         "slot_bytes": COUNT,
-        "place": row(text, COUNT, text),
-        "rank": COUNT,
-        "size": COUNT,
         "runs": SLOT_RUNS,
         "senders": array(COUNT),
         "slots": COUNT,
@@ -143,6 +140,16 @@ TRANSPORT_FIELDS: dict[str, dict[str, Form]] = {
     },
 }
 """What `Connect.fields` has with each transport."""
+INVITATIONS: dict[str, dict[str, Form]] = {
+    "": {},
+    "broadcast": {
+        "place": row(text, COUNT, text),
+        "size": COUNT,
+        "device": word("cpu", "cuda"),
+        "rank": COUNT,
+    },
+}
+"""What `PlanRequest.invitation` has with each transport."""
 
 
 MESSAGES: dict[str, dict[str, Form]] = {
@@ -160,7 +167,12 @@ MESSAGES: dict[str, dict[str, Form]] = {
         "state": word("CLEAN", "POISONED", ""),
         "update_open": boolean,
     },
-    "PlanRequest": {"tensors": array(MANIFEST), "tied": array(row(text, text))},
+    "PlanRequest": {
+        "tensors": array(MANIFEST),
+        "tied": array(row(text, text)),
+        "transport": text,
+        "invitation": PLAIN_MAP,
+    },
     "PackedLoadPlan": {
         "used": table(POSITIONS),
         "partial": array(row(array(BOX), POSITIONS)),
@@ -245,6 +257,13 @@ def read_body(body: bytes) -> tuple[str, dict[str, Any]]:
     if msgpack.packb({"t": name, **content}) != body:
         raise RefusedError(f"{name} is not in its shortest form, or has a key twice")
     return name, content
+
+
+def check_invitation(fields: dict[str, Any]) -> None:
+    """Check what a `PlanRequest` says to its transport, as `check_connect` does."""
+    forms, given = INVITATIONS[fields["transport"]], fields["invitation"]
+    if given.keys() != forms.keys() or not all(form(given[name]) for name, form in forms.items()):
+        raise RefusedError(f"{fields['transport']} has {given}")
 
 
 def check_connect(fields: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def plan_of(ranks: int, reads: tuple[ReadRegions, ...], max_bytes: int = MAX_BYT
     none: frozenset[str] = frozenset()
     chains = tuple(Chain((worker,), own) for worker, own in enumerate(reads))
     chunks = make_chunks(MANIFEST, chains, buckets, none, none, sharded(ranks), max_bytes, {})
-    return TransferPlan(MANIFEST, chains, chunks, len(reads), "127.0.0.1", {})
+    return TransferPlan(MANIFEST, chains, chunks, len(reads), {})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -201,7 +201,7 @@ def test_packer_fill_of_equal_parts_of_fused_parameters_makes_few_copies(columns
     manifest = Manifest(tuple(TensorMeta(f"part {n}", part.shape, "float32") for n, part in enumerate(parts)))
     pieces = Chunk(tuple(at))
     reads = {meta.name: (Box.full(meta.shape),) for meta in manifest}
-    plan = TransferPlan(manifest, (Chain((0,), reads),), (pieces,), 1, "", {})
+    plan = TransferPlan(manifest, (Chain((0,), reads),), (pieces,), 1, {})
     layout = send_layout(plan, 0, slots=1)
     slot = torch.zeros(slot_bytes(layout), dtype=torch.uint8)
     made: list[int] = []

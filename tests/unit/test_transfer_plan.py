@@ -180,7 +180,7 @@ def test_frozen_tensors_have_the_last_chunks_to_themselves():
     buckets = [["a"], ["c"], ["b"]]
     chunks = chunks_of(manifest, locations, 1024, buckets=buckets, frozen=frozenset({"b"}))
     assert [(chunk.names, chunk.frozen) for chunk in chunks] == [(("a", "c"), False), (("b",), True)]
-    plan = TransferPlan(manifest, (), chunks, 1, "h", {})
+    plan = TransferPlan(manifest, (), chunks, 1, {})
     assert list(plan.due(first=True)) == [0, 1]
     assert list(plan.due(first=False)) == [0]
     assert plan.nbytes(first=True) == 3 * 128
@@ -272,7 +272,7 @@ def test_a_plan_survives_being_plain_values(workers: tuple[tuple[int, ...], ...]
     reads = [{"a": (Box((0, 0), (4, 4)),)}, whole(manifest)]
     chains = tuple(chain_of(each, reads) for each in workers)
     chunks = chunks_of(manifest, locations, 64, chains=chains, in_place=in_place)
-    plan = TransferPlan(manifest, chains, chunks, 2, "10.0.0.1", {"in_place": 3})
+    plan = TransferPlan(manifest, chains, chunks, 2, {"in_place": 3})
     carried = decode(encode(Value.of(PackedPlan.of(plan)))[PREFIX_BYTES:])
     assert isinstance(carried, Value)
     assert carried.read(PackedPlan).read() == plan

@@ -21,7 +21,7 @@ from tcp_transport import TcpReceiver, TcpTransport
 from weightsync import transports
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
 from weightsync.net.runtime import Deadline
-from weightsync.transports import GROUP, nccl, open_receiver, open_transport
+from weightsync.transports import GROUP, members, open_receiver, open_transport
 from weightsync.transports.base import LocalTensors
 from weightsync.transports.files import FilesReceiver
 from weightsync.transports.ipc import IpcReceiver, IpcTransport, filled
@@ -29,6 +29,7 @@ from weightsync.transports.nccl import NcclReceiver, NcclTransport
 from weightsync.transports.shared_handles import SharedFile, export, open_exported
 
 CPU = torch.device("cpu")
+INVITATION = {"place": ["127.0.0.1", 1, "x"], "size": 4, "device": "cpu", "rank": 2}
 ENDS = (lambda name: TcpTransport()), TcpReceiver
 
 
@@ -256,16 +257,31 @@ def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFi
         ({"slots": 0}, "the peer sent no"),
         ({"slot_bytes": -1}, "the peer sent no"),
         ({"slot_bytes": None}, "the peer sent no"),
-        ({"place": ["127.0.0.1", "0", "x"]}, "the peer sent no"),
         ({"senders": 1}, "the peer sent no"),
         ({"more": 1}, "the peer sent no"),
     ],
 )
-def test_runs_that_lie_in_no_slot_are_a_protocol_error(changes: dict[str, Any], words: str):
-    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 1, "size": 2, "senders": [0]}
-    fields |= {"slots": 2, "onward": None, "before": [], "after": [], "encoders": [], "origins": []}
+def test_runs_that_lie_in_no_slot_are_a_protocol_error(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+):
+    fields = {"runs": [], "slot_bytes": 8, "senders": [0], "slots": 2, "onward": None, "before": [], "after": []}
+    fields |= {"encoders": [], "origins": []}
+    monkeypatch.setattr(members, "TcpLinks", mock.Mock())
+    receiver = NcclReceiver(CPU)
+    receiver.meet(INVITATION, Deadline(1))
     with pytest.raises(ProtocolError, match=words):
-        NcclReceiver(CPU).connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
+        receiver.connect([], {**fields, **changes}, lambda seconds: None, Deadline(1))
+
+
+@pytest.mark.parametrize("changes", [{"place": ["127.0.0.1", "0", "x"]}, {"device": "tpu"}, {"more": 1}])
+def test_an_invitation_of_another_form_is_a_protocol_error(changes: dict[str, Any]):
+    with pytest.raises(ProtocolError, match="the peer sent no Invitation"):
+        NcclReceiver(CPU).meet({**INVITATION, **changes}, Deadline(1))
+
+
+def test_a_worker_of_a_broadcast_connects_only_when_it_was_invited():
+    with pytest.raises(ProtocolError, match="Connect came without an invitation"):
+        NcclReceiver(CPU).connect([], {}, lambda seconds: None, Deadline(1))
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -275,10 +291,11 @@ def test_a_rank_of_a_broadcast_knows_when_another_one_computes_what_it_sends(com
 
 
 def test_a_worker_that_passes_chunks_on_says_whom_its_gpu_may_wait_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nccl, "TcpLinks", mock.Mock())
+    monkeypatch.setattr(members, "TcpLinks", mock.Mock())
     receiver = NcclReceiver(CPU)
-    fields = {"runs": [], "slot_bytes": 8, "place": ["127.0.0.1", 1, "x"], "rank": 2, "size": 4, "senders": [1]}
-    fields |= {"slots": 2, "onward": 3, "before": ["worker 0"], "after": ["worker 2"], "encoders": [], "origins": []}
+    receiver.meet(INVITATION, Deadline(1))
+    fields = {"runs": [], "slot_bytes": 8, "senders": [1], "slots": 2, "onward": 3}
+    fields |= {"before": ["worker 0"], "after": ["worker 2"], "encoders": [], "origins": []}
     receiver.connect([], fields, lambda seconds: None, Deadline(1))
     assert receiver.waiting_for == ["worker 0", "worker 2"]
 

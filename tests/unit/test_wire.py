@@ -79,8 +79,11 @@ GOLDEN: list[tuple[Message, str]] = [
         "2300000082a174a556616c7565a576616c756581a1619601ffcb4004000000000000c0c3a2c3a9",
     ),
     (
-        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),)),
-        "3200000083a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136a4746965649192a179a177",
+        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),), "broadcast", {"size": 2}),
+        (
+            "5800000085a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136a4746965649192a179"
+            "a177a97472616e73706f7274a962726f616463617374aa696e7669746174696f6e81a473697a6502"
+        ),
     ),
     (
         PackedLoadPlan(
@@ -219,7 +222,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 6
+    assert PROTOCOL == 7
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 
@@ -263,7 +266,7 @@ def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-FREE = {"value": 0, "fields": 1, "storages": 3}
+FREE = {"value": 0, "fields": 1, "invitation": 1, "storages": 3}
 """Of these fields, what lies deeper than this may be any plain value."""
 OPTIONAL = {"who": str, "phase": str, "sample": int, "place_sample": int}
 OTHERS: list[Any] = [

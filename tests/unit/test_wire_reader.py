@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, ModuleHost, checkpoint, module_of
 from mutated_frames import OTHERS, Mutator, framed, host, recorded_push
 from test_wire import GOLDEN, replaced, values_inside
 from torch import nn
-from wire_reader import RefusedError, check_connect, read_body, read_frame
+from wire_reader import RefusedError, check_connect, check_invitation, read_body, read_frame
 
 from weightsync import CheckpointTransport, WeightSync
 from weightsync.errors import ProtocolError
@@ -112,6 +112,8 @@ def test_whatever_both_ends_send_in_a_push_is_read(
         names.add(name)
         if name == "Connect":
             check_connect(found)
+        if name == "PlanRequest":
+            check_invitation(found)
     # A slow worker makes its trainer ask whether it still runs.
     assert names - {"Ping", "Pong"} == SAID[transport]
 

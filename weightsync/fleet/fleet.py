@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weightsync.engines import Engine
 from weightsync.errors import (
@@ -176,32 +176,40 @@ class Fleet:
             raise EngineUnreachableError(f"no route to {where}: {error}", who=one.engine.name) from error
         return self._calls.run("init", one.engine.init, info, who=one.engine.name)
 
-    def plan(self, manifest: Manifest) -> list[LoadPlan]:
-        """Return each worker's load plan for these tensors. Equal plans are one object."""
+    def plan(
+        self, manifest: Manifest, transport: str = "", invitations: Sequence[dict[str, Any]] = ()
+    ) -> list[LoadPlan]:
+        """Return each worker's load plan for these tensors. Equal plans are one object.
+
+        invitations: for each worker, its invitation to meet the others over `transport` meanwhile. None: no meeting.
+        """
+        requests = [
+            PlanRequest(manifest.tensors, manifest.tied, transport if each else "", each)
+            for each in invitations or [{}] * len(self.workers)
+        ]
         found: list[tuple[PackedLoadPlan, LoadPlan]] = []
-        for packed in self._ask(PlanRequest(manifest.tensors, manifest.tied), PackedLoadPlan, "plan"):
+        for packed in self._ask(requests, PackedLoadPlan, "plan"):
             plan = next((plan for known, plan in found if known == packed), None)
             found.append((packed, plan or packed.read(manifest.names)))
         return [plan for _, plan in found]
 
     def export(self, processes: Sequence[str]) -> list[ParametersExported]:
         """Return the locations of each worker's parameters. `processes`: the names of the processes writing there."""
-        return self._ask(ExportParameters(list(processes)), ParametersExported, "connect")
+        return self._ask([ExportParameters(list(processes))] * len(self.workers), ParametersExported, "connect")
 
-    def connect_transport(self, messages: Sequence[Connect], meet: Callable[[Deadline], None]) -> None:
-        """Send every worker its `Connect`, and wait for every `Connected`. `meet` runs in a thread meanwhile."""
+    def connect_transport(self, messages: Sequence[Connect], link: Callable[[Deadline], None]) -> None:
+        """Send every worker its `Connect`, and wait for every `Connected`. `link` runs in a thread meanwhile."""
         deadline = Deadline(self._timeout_s)
-        for worker, message in zip(self.workers, messages, strict=True):
-            worker.connection.send(message, deadline, "connect")
-        meeting = self._calls.run("connect", meet, deadline)
+        self._send(messages, deadline, "connect")
+        linking = self._calls.run("connect", link, deadline)
         self._collect(Connected, deadline, "connect")
-        await_calls([meeting], deadline, "connect", self._check_waiting)
-        self._calls.running.remove(meeting)
+        await_calls([linking], deadline, "connect", self._check_waiting)
+        self._calls.running.remove(linking)
 
     def release(self, phase: str) -> None:
         """Release the workers from their engine calls, and wait until the calls have returned."""
         deadline = Deadline(self._timeout_s)
-        self._send(Release(), deadline, phase)
+        self._send([Release()] * len(self.workers), deadline, phase)
         self._await_running(deadline, phase)
 
     def open(self, handles: Sequence[EngineHandle] | None = None) -> None:
@@ -228,7 +236,7 @@ class Fleet:
         if opening.error is not None:
             raise opening.error
         # Finds a worker that cannot take part, or does not answer, before anything is written anywhere.
-        self._ask(Ready(), Ready, "pause")
+        self._ask([Ready()] * len(self.workers), Ready, "pause")
 
     def cancel(self) -> None:
         """Close the open update before `go`, if there is one. The engines then generate as before."""
@@ -263,7 +271,7 @@ class Fleet:
         deadline = Deadline(self._timeout_s)
         # Set before sending: once a worker may have this version, no other weights may get its number.
         self.newest_version = max(self.newest_version, self._version)
-        self._send(Commit(self._version), deadline, "commit")
+        self._send([Commit(self._version)] * len(self.workers), deadline, "commit")
         # An engine serves one call at a time. Queued behind `update`, the reset saves a round trip.
         resets = [self._change("commit", one, lambda each: each.engine.reset_caches()) for one in self._active]
         answers = self._collect(Committed, deadline, "commit")
@@ -378,13 +386,14 @@ class Fleet:
             if one.state is UpdateState.OPEN:
                 self._calls.run("update", one.engine.update, {"session": self._id}, who=one.engine.name)
 
-    def _ask(self, message: Message, kind: type[M], phase: str) -> list[M]:
+    def _ask(self, messages: Sequence[Message], kind: type[M], phase: str) -> list[M]:
+        """Send each worker its message, and return their answers."""
         deadline = Deadline(self._timeout_s)
-        self._send(message, deadline, phase)
+        self._send(messages, deadline, phase)
         return self._collect(kind, deadline, phase)
 
-    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
-        for worker in self.workers:
+    def _send(self, messages: Sequence[Message], deadline: Deadline, phase: str) -> None:
+        for worker, message in zip(self.workers, messages, strict=True):
             worker.connection.send(message, deadline, phase)
 
     def _collect(self, kind: type[M], deadline: Deadline, phase: str) -> list[M]:

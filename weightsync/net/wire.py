@@ -23,7 +23,7 @@ from weightsync.planning.layout import Count, ShardLocation, TensorMeta
 from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, Runs, pack_regions, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
-PROTOCOL = 6
+PROTOCOL = 7
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with POISONED while a push is under way, and after a push
 that failed once its workers had `Go`."""
@@ -145,10 +145,15 @@ class Value(Message, frozen=True):
 
 
 class PlanRequest(Message, frozen=True):
-    """To a worker: the tensors of a push. The worker answers `PackedLoadPlan`, and writes nothing."""
+    """To a worker: the tensors of a push. The worker answers `PackedLoadPlan`, and writes nothing.
+
+    With an invitation, the worker begins to meet the other members of the transport. It plans meanwhile.
+    """
 
     tensors: tuple[TensorMeta, ...]
     tied: tuple[tuple[str, str], ...]  # (other name, name) of each tensor with two names in the trainer's model
+    transport: str = ""  # of the invitation
+    invitation: dict[str, Plain] = {}  # the transport's own fields; empty: there is no meeting
 
 
 class PackedLoadPlan(Message, frozen=True):
@@ -197,7 +202,7 @@ class PackedLoadPlan(Message, frozen=True):
 
 
 class Connect(Message, frozen=True):
-    """To a worker: its part of the plan. It maps storages or joins communicators, and answers `Connected`."""
+    """To a worker: its part of the plan. It maps storages or links with members, and answers `Connected`."""
 
     transport: str
     storages: list[Storage]
@@ -209,7 +214,7 @@ class Connect(Message, frozen=True):
 
 
 class Connected(Message, frozen=True):
-    """From a worker: every storage is mapped and proven, every communicator joined."""
+    """From a worker: every storage is mapped and proven, every communicator linked."""
 
 
 class ExportParameters(Message, frozen=True):

@@ -74,7 +74,6 @@ class TransferPlan(Struct, frozen=True, array_like=True):
     chunks: in their order of travel. Frozen chunks come last. Together they hold every region of every non-empty tensor
         once, apart from replicas in chunks that are read in place.
     workers: the number of workers.
-    host: an address of trainer rank 0 that every worker reaches.
     load_paths: the number of the engines' modules for each load path.
     duplicates: pairs of tensors that share a place in some engine's memory. They must be equal in each push. The first
         of each pair travels only for other engines.
@@ -84,7 +83,6 @@ class TransferPlan(Struct, frozen=True, array_like=True):
     chains: tuple[Chain, ...]
     chunks: tuple[Chunk, ...]
     workers: int
-    host: str
     load_paths: dict[str, int]
     duplicates: tuple[tuple[str, str], ...] = ()
 

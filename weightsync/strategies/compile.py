@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.fleet.fleet import Fleet
@@ -36,8 +37,11 @@ def compile_plan(
     transport: Transport,
     bucketer: Bucketer,
     options: Options,
+    invitations: Sequence[dict[str, Any]] = (),
 ) -> TransferPlan:
     """Ask the connected engines for their load plans, and compile the transfer plan, on rank 0.
+
+    invitations: those of the transport for the workers. The workers meet while they plan.
 
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
     """
@@ -49,7 +53,7 @@ def compile_plan(
             manifest.names[0],
         )
     together = _quantized(manifest, options)
-    plans = fleet.plan(manifest)
+    plans = fleet.plan(manifest, transport.name, invitations)
     distinct = [*{id(plan): plan for plan in plans}.values()]
     _check(manifest, together, distinct, options)
     as_it_is = {name for pair in together for name in pair}
@@ -67,7 +71,7 @@ def compile_plan(
         travelling, chains, names, last, in_place, locations, max_bytes, dict(together), transport.min_chunk_bytes
     )
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-    return TransferPlan(travelling, chains, chunks, len(reads), fleet.host, load_paths, duplicates(distinct))
+    return TransferPlan(travelling, chains, chunks, len(reads), load_paths, duplicates(distinct))
 
 
 def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from weightsync.fleet import EngineList
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle
 from weightsync.fleet.fleet import Fleet
 from weightsync.kernels.first_use import prepare_kernels
+from weightsync.net.addresses import is_loopback
 from weightsync.net.runtime import collector_paused, submit
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done, Go
@@ -34,7 +35,7 @@ from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import FleetStrategy, Options, locate, worker_reports
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.duplicates import places_of_two, refuse_different
-from weightsync.strategies.inventory import Inventory, device_of, take_inventory
+from weightsync.strategies.inventory import Inventory, device_of, machines, take_inventory
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.pushed import TrainerMemory
 from weightsync.strategies.rank_max import RankMax
@@ -322,19 +323,19 @@ class CopyWeights(FleetStrategy):
         ranks, options = update.ranks, self._options
         self._roster.others.meet(ranks)
         held = locate(reading.shards, ranks.rank)
+        device = device_of(held, options.ranks)
         # Meanwhile the workers trace their loaders, and this rank would wait.
-        kernels = submit("kernels", partial(prepare_kernels, device_of(held, options.ranks)))
+        kernels = submit("kernels", partial(prepare_kernels, device))
         inventory = take_inventory(reading, held, ranks.rank, transport, options)
         everyone: list[Inventory] = ranks.gather(inventory, "plan", Inventory)
-        handles: list[EngineHandle] = []
-        workers: list[ConnectedWorker] = []
+        is_first = ranks.rank == 0
+        handles, workers, invitations = self._connect(update, transport, everyone, late) if is_first else ([], [], [])
+        if own := ranks.broadcast(invitations[: ranks.size], "plan"):
+            transport.meet(own[ranks.rank], device, update.deadline())  # in the background, while the workers plan
         made = None
-        if ranks.rank == 0:
-            fleet = self._open_fleet(update)
-            linked = [one for session in self._sessions.negotiated for one in session.handles]
-            handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
-            workers = fleet.connect(handles)
-            made = compile_plan(fleet, reading.manifest, everyone, transport, self._bucketer, options)
+        if is_first and (fleet := self._fleet) is not None:
+            to_workers = invitations[ranks.size :]
+            made = compile_plan(fleet, reading.manifest, everyone, transport, self._bucketer, options, to_workers)
         packed = PackedPlan.of(made) if made is not None and ranks.size > 1 else None
         told = ranks.broadcast(packed, "plan", PackedPlan)
         plan: TransferPlan = told.read() if made is None else made
@@ -345,6 +346,18 @@ class CopyWeights(FleetStrategy):
             session = TransferSession(transport, plan, self._verify, workers, handles)
             session.connect(update, LocalTensors(held, self._gather, model), self._fleet)
         return session
+
+    def _connect(
+        self, update: Update, transport: Transport, everyone: Sequence[Inventory], late: bool
+    ) -> tuple[list[EngineHandle], list[ConnectedWorker], list[dict[str, Any]]]:
+        """Connect the engines without a session, on rank 0. Return them, their workers, and the invitations to meet."""
+        fleet, ranks = self._open_fleet(update), update.ranks
+        linked = [one for session in self._sessions.negotiated for one in session.handles]
+        handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
+        workers = fleet.connect(handles)
+        # Workers with a loopback address run on this host, so any address of this host works.
+        host = ranks.host if ranks.size > 1 and is_loopback(fleet.host) else fleet.host
+        return handles, workers, transport.invite(machines(everyone), [each.machine for each in workers], host)
 
     def _gather(self, names: Sequence[str]) -> None:
         assert self._update is not None

@@ -50,7 +50,8 @@ class RankMax:
         place = ranks.broadcast(self._group and self._group.place, "connect")
         if place is not None:
             self._group = self._group or _group_at(place, ranks)
-            self._group.meet(update.wait, update.deadline())
+            self._group.meet(update.deadline())
+            self._group.link([], [], update.wait, update.deadline())
 
     def __call__(self, values: torch.Tensor) -> None:
         ranks = self._ranks
@@ -81,4 +82,4 @@ class RankMax:
 
 def _group_at(place: list[Any], ranks: Ranks, rendezvous: RendezvousStore | None = None) -> NcclGroup:
     device = torch.device("cuda", torch.cuda.current_device())
-    return NcclGroup(place, rendezvous, ranks.rank, ranks.size, device, [], [])
+    return NcclGroup(place, rendezvous, ranks.rank, ranks.size, device)

@@ -80,7 +80,7 @@ def open_transport(transport: object) -> Transport:
 
 
 def open_receiver(name: str, device: torch.device) -> TransportReceiver:
-    """Return the worker's end of the transport in a `Connect` message. Raises `ProtocolError` for an unknown name."""
+    """Return the worker's end of a transport that a message names. Raises `ProtocolError` for an unknown name."""
     if (found := _find(name)) is None:
         raise ProtocolError(
             f"the trainer asks for transport {name!r}, and this engine has none of that name; install its package "

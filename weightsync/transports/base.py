@@ -1,9 +1,11 @@
 """The interface of a transport, from trainer ranks to engine workers. One file has both ends of a transport.
 
     once, and again after a change of the tensors or the receivers
+        rank 0          invite       return an invitation for each rank and worker, or raise `PlacementError`
+        all             meet         begin to meet, in the background: meanwhile the workers plan
         rank 0          route        return the chains of workers, or raise `PlacementError`
         every rank      prepare      allocate; return each worker's data for reading this rank's bytes
-        every rank      connect      meet the workers, while `TransportReceiver.connect` runs on each of them
+        every rank      connect      link with the workers, while `TransportReceiver.connect` runs on each of them
     every push
         every rank      prepare_push publish and digest the bytes that workers read in place, before any worker reads
         every rank      send         send this rank's part of the plan, chunk by chunk; the transport sets the pace
@@ -146,6 +148,34 @@ class Transport(ABC):
         self.abort()
         self._owner = None
 
+    def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
+        """Return an invitation for each member's `meet`: for the ranks, then for the workers. Rank 0 calls it.
+
+        Args:
+            ranks: The ranks' machines, in rank order.
+            workers: The workers' machines, in the order of their numbers.
+            host: An address of rank 0 that every member reaches.
+
+        Returns:
+            Plain values by name. An empty list if nothing needs to meet before `connect`.
+
+        Raises:
+            PlacementError: These members cannot meet.
+        """
+        return []
+
+    def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
+        """Begin to meet the other members, in the background. Every invited rank calls it, while the workers plan.
+
+        Returns at once. `connect` raises the errors. `abort` ends it.
+
+        Args:
+            invitation: This rank's.
+            device: The device of this rank's tensors.
+            deadline: The deadline of the whole meeting.
+        """
+        return
+
     @abstractmethod
     def route(self, request: RouteRequest) -> tuple[Chain, ...]:
         """Return the chains of workers along which the ranks' bytes travel. Rank 0 calls it. It sends nothing.
@@ -176,7 +206,10 @@ class Transport(ABC):
         """
 
     def connect(self, deadline: Deadline) -> None:
-        """Meet the workers while they connect. Every rank calls it, rank 0 in a background thread. Blocks."""
+        """Link with the workers while they connect, and prepare to send.
+
+        Every rank calls it, rank 0 in a background thread. Blocks.
+        """
         return
 
     def in_place(self) -> list[ByteRange]:
@@ -239,6 +272,15 @@ class TransportReceiver(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
+        """Begin to meet the other members, in the background. Returns at once. `connect` raises the errors.
+
+        Args:
+            invitation: This worker's, from `Transport.invite`.
+            deadline: The deadline of the whole meeting.
+        """
+        return
 
     @abstractmethod
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,18 @@ from weightsync.net.runtime import Deadline
 from weightsync.transports.base import Wait
 
 _ABSENT = "not all have connected to {host}. Every member must reach this host"
+Part = tuple[torch.Tensor, int]
+"""Bytes on the way to or from a member: the tensor and the member's number."""
 UNCONNECTED = "all have connected to {host}, but not to each other. Open their ports in the firewall"
 
 
 class Communicator(ABC):
-    """A group of `size` members on `device`s of one type. This process is member `rank`. All members `meet` first.
+    """A group of `size` members on `device`s of one type. This process is member `rank`.
+
+    All members `meet`, and then `link` with the members of their `exchange`s.
 
     place: [host, port, name] of the rendezvous.
     rendezvous: the rendezvous itself, on the first member alone.
-    sends_to, receives_from: the members of later `exchange`s.
     """
 
     rendezvous_at: Callable[[str], Any]
@@ -44,25 +48,38 @@ class Communicator(ABC):
         rank: int,
         size: int,
         device: torch.device,
-        sends_to: Sequence[int],
-        receives_from: Sequence[int],
     ) -> None:
         self.place, self.rank, self.size, self.device = place, rank, size, device
         self.aborted = threading.Event()
-        self._rendezvous, self._sends_to, self._receives_from = rendezvous, sends_to, receives_from
-        self._has_met = False
+        self._rendezvous = rendezvous
         self._missing = _ABSENT
+        self._step: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def meet(self, wait: Wait, deadline: Deadline) -> None:
-        """Wait, once, until all members have come. Waits as `Operation.wait` does."""
-        if self._has_met:
-            return
+    def meet(self, deadline: Deadline) -> None:
+        """Begin to wait for the other members, once. Returns at once. `link` raises the errors."""
+        self._begin(partial(self._join, deadline))
+
+    def link(self, sends: Sequence[Part], receives: Sequence[Part], wait: Wait, deadline: Deadline) -> None:
+        """Wait until all members have come. Then connect to members, by a first exchange of these bytes on a GPU.
+
+        Collective among the members, after each of their agreements on exchanges. Waits as `Operation.wait` does.
+        """
+        self._await(wait, deadline)
+        self._begin(partial(self._connect, sends, receives, deadline))
+        self._await(wait, deadline)
+
+    def _begin(self, step: Callable[[], None]) -> None:
         # In a separate thread: torch's constructors cannot be interrupted when a member does not come.
-        meeting = threading.Thread(target=self._meet, args=(deadline,), name="weightsync-meet", daemon=True)
-        meeting.start()
+        self._step = threading.Thread(target=self._run, args=(step,), name="weightsync-meet", daemon=True)
+        self._step.start()
+
+    def _await(self, wait: Wait, deadline: Deadline) -> None:
+        """Wait for the end of the step that has begun last. Raise its error. Abort after any error."""
+        step = self._step
         try:
-            while meeting.is_alive():
+            self._check()
+            while step is not None and step.is_alive():
                 if deadline.passed():
                     raise SyncTimeoutError(
                         f"the {self.size} members of a communicator did not come together within "
@@ -80,11 +97,10 @@ class Communicator(ABC):
         except BaseException:
             self.abort()
             raise
-        self._has_met = True
 
-    def _meet(self, deadline: Deadline) -> None:
+    def _run(self, step: Callable[[], None]) -> None:
         try:
-            self._join(deadline)
+            step()
         except Exception as error:
             self._error = error.with_traceback(None)  # the traceback would keep this frame and its sockets
         if self.aborted.is_set():  # `abort` found nothing to break
@@ -96,17 +112,21 @@ class Communicator(ABC):
 
     @abstractmethod
     def _join(self, deadline: Deadline) -> None:
-        """Connect this member to the others. Raise soon once `aborted` is set."""
+        """Come together with the other members. Raise soon once `aborted` is set."""
+
+    @abstractmethod
+    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+        """Connect this member to the members of these exchanges. Raise soon once `aborted` is set."""
 
     def exchange(
         self,
         number: int,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[tuple[torch.Tensor, int]],
+        sends: Sequence[Part],
+        receives: Sequence[Part],
         names: Sequence[str] = (),
         behind: Sequence[str] = (),
     ) -> Operation:
-        """Start sends and receives as one operation. Each tensor has its member beside it.
+        """Start sends and receives as one operation.
 
         Two members must post their exchanges in the same order, under the same `number`s.
 
@@ -122,9 +142,7 @@ class Communicator(ABC):
             raise PeerError(f"the {what} broke: {error}") from error
 
     @abstractmethod
-    def _start(
-        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> Any:
+    def _start(self, number: int, sends: Sequence[Part], receives: Sequence[Part]) -> Any:
         """Start sends and receives. Return their work: torch's, or a `ThreadWork`."""
 
     def abort(self) -> None:
@@ -208,6 +226,15 @@ class Operation:
             self._work.wait()
         except RuntimeError as error:
             raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error
+
+
+def longest(parts: Iterable[Part]) -> list[Part]:
+    """Return the longest of each member's parts, in the order of the members."""
+    found: dict[int, torch.Tensor] = {}
+    for data, member in parts:
+        if member not in found or found[member].numel() < data.numel():
+            found[member] = data
+    return [(data, member) for member, data in sorted(found.items())]
 
 
 class UnderWay:

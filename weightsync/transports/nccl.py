@@ -23,27 +23,25 @@ one byte along each chain. This byte says whether the rank sends messages (encod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 from msgspec import Meta, Struct
 
-from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
-from weightsync.net.addresses import is_loopback
+from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.net.wire import typed
+from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import Storage
 from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, RouteRequest, Transport, TransportReceiver, Wait
-from weightsync.transports.communicator import Communicator, Operation, UnderWay
+from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
-from weightsync.transports.nccl_group import NcclGroup
+from weightsync.transports.members import check_machines, kind_of, meet
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes, still_open
-from weightsync.transports.tcp_links import TcpLinks
 
 _AHEAD = 8
 """Most GPU operations in flight before the host waits for the oldest. The stream orders them.
@@ -69,32 +67,32 @@ class NcclTransport(Transport):
         self._forget()
 
     def _forget(self) -> None:
+        self._rendezvous: Any = None  # rank 0: until the communicator has it
         self._communicator: Communicator | None = None
-        self._edges: set[tuple[int, int]] = set()  # rank 0: (sender, receiver) members
-        self._peers: list[str] = []  # rank 0: the members' names in errors
+        self._peers: list[str] = []  # the members' names in errors
         self._sender: _Sender | None = None
 
+    def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
+        members, device = [*ranks, *workers], ranks[0].device
+        check_machines(self.name, ranks, workers)
+        self._peers = [member.peer for member in members]
+        if self._communicator is not None and self._communicator.size == len(members):
+            place = self._communicator.place
+        else:
+            self._rendezvous = kind_of(device).rendezvous_at(host)
+            place = [self._rendezvous.host, self._rendezvous.port, self._rendezvous.name]
+        common = {"place": place, "size": len(members), "device": device}
+        return [{**common, "rank": number} for number in range(len(members))]
+
+    def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
+        rendezvous, self._rendezvous = self._rendezvous, None
+        self._communicator = meet(self._communicator, invitation, device, deadline, rendezvous)
+
     def route(self, request: RouteRequest) -> tuple[Chain, ...]:
-        ranks, workers = request.ranks, request.workers
-        root = ranks[0]
-        if self.name == "nccl" and root.device != "cuda":
-            raise PlacementError('transport="nccl" takes GPU tensors only, and trainer rank 0 holds CPU tensors')
-        if other := [worker.peer for worker in workers if worker.device != root.device]:
-            raise PlacementError(
-                f"a broadcast needs one kind of device: trainer rank 0 sends from {root.device}, and "
-                f"{', '.join(other)} receives on {workers[0].device}"
-            )
-        members = [*ranks, *workers]
-        seen: dict[str, str] = {}
-        for member in members:
-            if member.gpu_uuid and member.gpu_uuid in seen:
-                raise PlacementError(
-                    f"NCCL refuses {member.peer} and {seen[member.gpu_uuid]} on one GPU, {member.gpu_uuid}; use "
-                    'transport="ipc" for engines on the trainer\'s GPUs'
-                )
-            seen[member.gpu_uuid] = member.peer
-        self._peers, self.min_chunk_bytes = [member.peer for member in members], _LEAST_BYTES[root.device]
-        hosts = list(dict.fromkeys(member.boot_id for member in members))  # the trainer's hosts come first
+        workers = request.workers
+        self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
+        # The trainer's hosts come first.
+        hosts = list(dict.fromkeys(member.boot_id for member in (*request.ranks, *workers)))
         own_hosts = [hosts.index(worker.boot_id) for worker in workers]
         return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
 
@@ -108,7 +106,7 @@ class NcclTransport(Transport):
         chains = range(len(plan.chains)) if ranks.rank == 0 else ()
         layouts = [receive_layout(plan, chain, slots) for chain in chains]
         layout = send_layout(plan, ranks.rank, SLOTS)
-        communicator = self._join(plan, layout, layouts, device)
+        communicator = still_open(self._communicator)
         encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
         self._sender = _Sender(plan, tensors, layout, device, communicator, self._peers, computes, encoder)
         endpoints = [Endpoint() for _ in range(plan.workers)]
@@ -121,52 +119,19 @@ class NcclTransport(Transport):
     def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
         """Return this rank's device for sending, and whether any rank computes tensors. Collective.
 
-        If one rank computes tensors, all ranks must gather with it.
+        If one rank computes tensors, all ranks must gather with it. Every rank learns the members' names.
         """
         own = sorted({each.tensor.device.type for each in tensors.at.values()})
         everyone = ranks.gather([own, any(each.compute is not None for each in tensors.at.values())], "connect")
         kinds: set[str] = set().union(*(each for each, _ in everyone))
-        found, computes = ranks.broadcast([sorted(kinds), any(each for _, each in everyone)], "connect")
+        own_view = [sorted(kinds), any(each for _, each in everyone), self._peers]
+        found, computes, self._peers = ranks.broadcast(own_view, "connect")
         if len(found) > 1:
             raise ConfigError(f"a broadcast needs all tensors on one kind of device, found {found}")
         for each in tensors.at.values():
             return each.tensor.device, computes
         on_gpu = found == ["cuda"]
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), computes
-
-    def _join(
-        self, plan: TransferPlan, layout: Layout, layouts: Sequence[Layout], device: torch.device
-    ) -> Communicator:
-        """Agree on the communicator. Make a new one if new pairs of members exchange. Collective.
-
-        layout: this rank's sections.
-        layouts: the receive layout of each chain, on rank 0.
-        """
-        ranks, size = self._ranks, self._ranks.size + plan.workers
-        sends_to = sorted({ranks.size + plan.chains[chain].workers[0] for chain in _senders(layout)})
-
-        def join(place: list[Any], rendezvous: Any = None) -> None:
-            if self._communicator is not None:
-                self._communicator.abort()
-            self._communicator = _kind(device)(place, rendezvous, ranks.rank, size, device, sends_to, [])
-
-        if ranks.rank == 0:
-            edges: set[tuple[int, int]] = set()
-            for chain, received in zip(plan.chains, layouts, strict=True):
-                members = [ranks.size + worker for worker in chain.workers]
-                edges |= {*pairwise(members), *((rank, members[0]) for rank in _senders(received))}
-            if self._communicator is None or self._communicator.size != size or not edges <= self._edges:
-                # Workers with a loopback address run on this host, so any address of this host works.
-                near = ranks.size > 1 and is_loopback(plan.host)
-                rendezvous = _kind(device).rendezvous_at(ranks.host if near else plan.host)
-                join([rendezvous.host, rendezvous.port, rendezvous.name], rendezvous)
-                self._edges = edges
-        own = self._communicator
-        place, self._peers = ranks.broadcast([own and own.place, self._peers], "connect")
-        if own is None or own.place != place:
-            join(place)
-        assert self._communicator is not None
-        return self._communicator
 
     def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int, common: Endpoint) -> Endpoint:
         """Return the endpoint of a chain's worker. `common` has the data of all of them."""
@@ -179,11 +144,7 @@ class NcclTransport(Transport):
             before = members[position - 1]
             rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
             senders, fields["runs"] = [before], rows if self.encoding is not None else [*map(_joined_runs, rows)]
-        assert self._communicator is not None
         fields |= {
-            "place": self._communicator.place,
-            "rank": members[position],
-            "size": self._communicator.size,
             "senders": senders,
             "slots": slots,
             "onward": members[position + 1] if position < last else None,
@@ -193,9 +154,10 @@ class NcclTransport(Transport):
         return Endpoint([], common.arrivals, fields)
 
     def connect(self, deadline: Deadline) -> None:
-        communicator, ranks = self._communicator, self._ranks
-        if communicator is None:
+        sender, ranks = self._sender, self._ranks
+        if sender is None:
             return
+        communicator = sender.communicator
 
         def wait(seconds: float) -> None:
             if communicator.aborted.wait(seconds):
@@ -203,7 +165,8 @@ class NcclTransport(Transport):
             if ranks.rank:  # on rank 0 another thread uses these connections
                 ranks.wait(0.0)
 
-        communicator.meet(wait, deadline)
+        communicator.link(sender.first_sends(), [], wait, deadline)
+        sender.pack()  # while the workers prepare their copies
 
     def prepare_push(self, sample: int | None) -> int:
         if self._sender is not None and self._sender.device.type == "cuda":
@@ -215,6 +178,8 @@ class NcclTransport(Transport):
         self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
 
     def abort(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         if self._communicator is not None:
             self._communicator.abort()
         if self._sender is not None:
@@ -240,16 +205,29 @@ class _Sender:
         computes: bool,
         encoder: Encoder | None,
     ) -> None:
-        self.device, self._layout, self._communicator = device, layout, communicator
+        self.device, self._layout, self.communicator = device, layout, communicator
         self._computes, self._encoder, self._sent_bytes = computes, encoder, 0
         self._changing = plan.due(first=False)
         self._slots = [torch.empty(slot_bytes(layout), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self.packer: Packer | None = Packer(plan, tensors, layout, dict(enumerate(self._slots)), _COPY_PROGRAMS)
+        self.packer: Packer | None = None
+        self._new_packer = partial(Packer, plan, tensors, layout, dict(enumerate(self._slots)), _COPY_PROGRAMS)
         ranks = communicator.size - plan.workers
         self._members = [[ranks + worker for worker in chain.workers] for chain in plan.chains]
         names = [[peers[member] for member in self._members[chain]] for chain in _senders(layout)]
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
         self._has_sent = False
+
+    def first_sends(self) -> list[Part]:
+        """Return the largest run of each chain, for the first exchange: NCCL then has its channels for large runs."""
+        return longest(
+            (self._slots[number % SLOTS][each.first : each.end], self._members[chain][0])
+            for number, sections in enumerate(self._layout)
+            for chain, each in sections.items()
+        )
+
+    def pack(self) -> None:
+        """Prepare the copies into the slots."""
+        self.packer = self._new_packer()
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
         """Send as `Transport.send` does, until `packer` is None. Return the bytes sent."""
@@ -293,7 +271,7 @@ class _Sender:
         """Start sends, each along the chain beside it."""
         self._sent_bytes += sum(data.numel() for data, _ in sends)
         to_first = [(data, self._members[chain][0]) for data, chain in sends]
-        sending = self._communicator.exchange(number, to_first, [], *self._after)
+        sending = self.communicator.exchange(number, to_first, [], *self._after)
         under_way.add(sending)
         return sending
 
@@ -311,8 +289,6 @@ def _joined_runs(runs: list[list[int]]) -> list[list[int]]:
 class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's data about its transport.
 
-    place: [host, port, name] of the rendezvous.
-    rank, size: the worker's number among the communicator's members, and their count.
     runs: for each chunk, [sending member, first byte in the slot, end].
     slots: the number of slots. Chunks take them in turn.
     senders: the members that the worker receives from.
@@ -326,9 +302,6 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     runs: list[list[tuple[Count, Count, Count]]]
     slot_bytes: Count
     slots: Annotated[int, Meta(ge=1)]
-    place: tuple[str, Count, str]
-    rank: Count
-    size: Count
     senders: list[Count]
     encoders: list[Count]
     origins: list[list[Count]]
@@ -347,7 +320,12 @@ class NcclReceiver(TransportReceiver):
         self._communicator: Communicator | None = None
         self._slots: list[torch.Tensor] = []
 
+    def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
+        self._communicator = meet(self._communicator, invitation, self.device, deadline)
+
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+        if self._communicator is None:
+            raise ProtocolError("Connect came without an invitation in PlanRequest")
         told = self._told = typed(fields, NcclEndpoint)
         if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
@@ -361,14 +339,15 @@ class NcclReceiver(TransportReceiver):
         self._mailbox = ReceiveBuffers(told.slot_bytes, len(told.encoders))
         self._encoding: set[int] = set()
         self._pushes = 0
-        if self._communicator is None or self._communicator.place != [*told.place]:
-            if self._communicator is not None:
-                self._communicator.abort()
-            onward = [] if told.onward is None else [told.onward]
-            self._communicator = _kind(self.device)(
-                [*told.place], None, told.rank, told.size, self.device, onward, told.senders
-            )
-            self._communicator.meet(wait, deadline)
+        self._communicator.link(*self._first_exchange(), wait, deadline)
+
+    def _first_exchange(self) -> tuple[list[Part], list[Part]]:
+        """Return the first sends and receives: the longest run on the way to and from each member."""
+        told = self._told
+        slots = [(self._slots[number % told.slots], runs) for number, runs in enumerate(told.runs) if runs]
+        sends = [(slot[: max(end for _, _, end in runs)], told.onward) for slot, runs in slots]
+        receives = [(slot[first:end], member) for slot, runs in slots for member, first, end in runs]
+        return longest((data, member) for data, member in sends if member is not None), longest(receives)
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if storage not in range(len(self._slots)):
@@ -464,10 +443,6 @@ class NcclReceiver(TransportReceiver):
             self._communicator.abort()
         self._communicator = None
         self._slots = []
-
-
-def _kind(device: torch.device) -> type[Communicator]:
-    return NcclGroup if device.type == "cuda" else TcpLinks
 
 
 ENDS = NcclTransport, NcclReceiver

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from weightsync.net import timeouts
 from weightsync.net.addresses import listen, reach
 from weightsync.net.runtime import Deadline, spawn
-from weightsync.transports.communicator import UNCONNECTED, Communicator, Operation, ThreadWork
+from weightsync.transports.base import Wait
+from weightsync.transports.communicator import UNCONNECTED, Communicator, Operation, Part, ThreadWork
 
 _ARRIVED = "arrived"
 _VISIT = timedelta(seconds=5)
@@ -93,18 +94,18 @@ class NcclGroup(Communicator):
         self._check()
         # Without this NCCL's members connect in the first operation, and block its calling thread.
         group.eager_connect_single_device(self.device)
-        self._connect()
 
-    def _connect(self) -> None:
-        """Run one operation between the members.
+    def link(self, sends: Sequence[Part], receives: Sequence[Part], wait: Wait, deadline: Deadline) -> None:
+        self._stream = torch.cuda.current_stream(self.device)  # of the caller's thread
+        super().link(sends, receives, wait, deadline)
 
-        NCCL connects members in their first operation. Each call then waits for the other member.
-        """
-        nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        if self._sends_to or self._receives_from:
-            receives = [(torch.empty_like(nothing), source) for source in self._receives_from]
-            self._start(0, [(nothing, to) for to in self._sends_to], receives).wait()
-        torch.cuda.current_stream(self.device).synchronize()
+    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+        # NCCL connects members, and loads its kernel, in their first operation. Each call then waits for the other
+        # member.
+        with torch.cuda.stream(self._stream):
+            if sends or receives:
+                self._start(0, sends, receives).wait()
+            self._stream.synchronize()
 
     def largest(self, values: torch.Tensor, names: Sequence[str]) -> Operation:
         """Start replacing each of `values` by the maximum over all members. Every member calls this. See `exchange`."""
@@ -123,9 +124,7 @@ class NcclGroup(Communicator):
         spawn("communicator", partial(work.run, search))
         return Operation(work, self.device, what, [*names])
 
-    def _start(
-        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> Any:
+    def _start(self, number: int, sends: Sequence[Part], receives: Sequence[Part]) -> Any:
         self._check()
         group = self._group
         if not (sends or receives):

@@ -1,17 +1,19 @@
 """A communicator over TCP: one connection from each sender to each of its receivers.
 
-Members meet at the listener of the first one. Each tells it the address of its own listener, and gets those of all:
+Members meet at the listener of the first one, and keep these connections. To link, each tells the first the address of
+its own listener, and gets those of all:
 
-    member      Hello, its address and its receivers
-    first       for each member: its address and its receivers
-    member      dials each of its senders, and admits each of its receivers
+    member      Hello
+    member      its address and its new receivers
+    first       for each member: its address and its new receivers
+    member      dials each of its new senders, and admits each of its new receivers
 
 All connections begin as those to trainer rank 0 do, with the handshake of net/authentication.py and with TLS if
 certificates are set. Then the bytes travel plain, or encrypted by TLS:
 
     message     number, length: 2 little-endian integers of 8 bytes, followed by the bytes
 
-Listeners close once the members have met.
+Listeners close once the members have met, and once they are linked.
 """
 
 from __future__ import annotations
@@ -21,11 +23,9 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
-
-import torch
 
 from weightsync.errors import PeerError, ProtocolError
 from weightsync.net.addresses import reach
@@ -34,7 +34,7 @@ from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.tls import TlsSocket
 from weightsync.net.wire import PROTOCOL, Hello, Value
-from weightsync.transports.communicator import UNCONNECTED, Communicator, ThreadWork
+from weightsync.transports.communicator import UNCONNECTED, Communicator, Part, ThreadWork
 
 _HEAD = struct.Struct("<QQ")
 _Place = tuple[str, int, list[int]]
@@ -62,41 +62,43 @@ class TcpLinks(Communicator):
         super().__init__(*args)
         self._outward: dict[int, _Link] = {}
         self._inward: dict[int, _Link] = {}
+        self._to_first: list[Connection] = []  # on the first member: to every other one, in their order
 
     def _join(self, deadline: Deadline) -> None:
-        host, port, token = self.place
-        # Longer than the caller's deadline: the caller's error names the missing step.
-        patient = Deadline(2 * deadline.left_s() + 1)
-        with ExitStack() as stack:
-            listener = self._rendezvous.listener if self._rendezvous is not None else Listener(token)
-            stack.callback(listener.close)
-            own = (*(listener.listen(host) if self._sends_to else ("", 0)), [*self._sends_to])
-            if self._rendezvous is not None:
-                everyone = self._gather(listener, own, patient)
-            else:
-                first = self._dial(host, port, "member", 0, self.size - 1, patient)
-                stack.callback(first.close)
-                first.send(Value.of(own), patient, "connect")
-                everyone = first.expect(Value, patient, "connect").read(list[_Place])
-            self._missing = UNCONNECTED
-            for member in self._receives_from:
-                address, at, receivers = everyone[member]
-                link = self._dial(address, at, "link", member, len(receivers), patient)
+        host, port, _ = self.place
+        patient = _patient(deadline)
+        if self._rendezvous is None:
+            self._to_first = [self._dial(host, port, "member", 0, self.size - 1, patient)]
+            return
+        with closing(self._rendezvous.listener) as listener:
+            members = listener.admit("member", 0, patient, "connect", self._check)
+            self._to_first = [member for _, member in members]
+
+    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+        self._missing = UNCONNECTED
+        patient = _patient(deadline)
+        receivers = sorted({member for _, member in sends if member not in self._outward})
+        with closing(Listener(self.place[2])) as listener:
+            own = *(listener.listen(self.place[0]) if receivers else ("", 0)), receivers
+            everyone = self._exchange_places(own, patient)
+            for member in sorted({member for _, member in receives if member not in self._inward}):
+                address, at, others = everyone[member]
+                link = self._dial(address, at, "link", member, len(others), patient)
                 self._inward[member] = _Link(link.detach())
-            if self._sends_to:
+            if receivers:
                 for hello, link in listener.admit("link", self.rank, patient, "connect", self._check):
                     self._outward[hello.rank] = _Link(link.detach())
 
-    def _gather(self, listener: Listener, own: _Place, deadline: Deadline) -> list[_Place]:
-        """Return the places of all members, in their order, and send them to each. Called on the first member."""
-        members = [each for _, each in listener.admit("member", 0, deadline, "connect", self._check)]
-        with ExitStack() as stack:
-            for member in members:
-                stack.callback(member.close)
-            told = listener.collect(members, Value, deadline, "connect", self._check)
-            everyone = [own, *(message.read(_Place) for message in told)]
-            for member in members:
-                member.send(Value.of(everyone), deadline, "connect")
+    def _exchange_places(self, own: _Place, deadline: Deadline) -> list[_Place]:
+        """Return the places of all members, in their order. The first member gathers them."""
+        if self.rank:
+            (first,) = self._to_first
+            first.send(Value.of(own), deadline, "connect")
+            told: list[_Place] = first.expect(Value, deadline, "connect").read(list[_Place])
+            return told
+        everyone = [own, *(each.expect(Value, deadline, "connect").read(_Place) for each in self._to_first)]
+        for member in self._to_first:
+            member.send(Value.of(everyone), deadline, "connect")
         return everyone
 
     def _dial(self, host: str, port: int, role: str, member: int, world: int, deadline: Deadline) -> Connection:
@@ -112,9 +114,7 @@ class TcpLinks(Communicator):
                 if deadline.passed():
                     raise
 
-    def _start(
-        self, number: int, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> ThreadWork:
+    def _start(self, number: int, sends: Sequence[Part], receives: Sequence[Part]) -> ThreadWork:
         work = ThreadWork(len(sends) + len(receives))
         self._check()
         for data, member in sends:
@@ -128,6 +128,13 @@ class TcpLinks(Communicator):
     def _break(self) -> None:
         for link in (*self._outward.values(), *self._inward.values()):
             link.close()
+        for connection in self._to_first:
+            connection.close()
+
+
+def _patient(deadline: Deadline) -> Deadline:
+    """Return a longer deadline. The error of the caller's own deadline names the missing step."""
+    return Deadline(2 * deadline.left_s() + 1)
 
 
 class _Link:

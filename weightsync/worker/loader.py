@@ -1,7 +1,7 @@
 """The receiver of one engine worker: it loads chunks from a transport into the model.
 
-    make_plan -> connect -> run -> commit -> run -> commit ...
-              -> export  -> run -> commit -> run -> commit ...      where the trainer writes into the parameters itself
+    meet -> make_plan -> connect -> run -> commit -> run -> commit ...
+                      -> export  -> run -> commit -> run -> commit ...      if the trainer writes into the parameters
 
 Nothing writes before `run`. From `run` on the model is a mixture, and `POISONED` until `commit`. After any other end of
 a push it stays `POISONED`, and only a whole push heals it.
@@ -24,7 +24,7 @@ from weightsync.kernels.digest import Digests
 from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, collector_paused, describe_device, submit
-from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go
+from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
@@ -70,6 +70,14 @@ class Receiver:
         """Wait until the kernels of a push are compiled and loaded. That begins with this object."""
         self._kernels.result()
 
+    def meet(self, message: PlanRequest, deadline: Deadline) -> None:
+        """Begin to meet the other members of the transport, in the background, if the trainer invites to it.
+
+        `connect` raises the errors. `disconnect` ends the meeting.
+        """
+        if message.invitation:
+            self._open(message.transport).meet(message.invitation, deadline)
+
     @collector_paused()
     def make_plan(self, manifest: Manifest) -> LoadPlan:
         """Trace the model's loader for these tensors. Writes nothing, and remembers the last answer.
@@ -101,17 +109,22 @@ class Receiver:
                 f"{message.frozen} of {len(message.chunks)} chunks travel only in the first push, expected fewer: one "
                 "must be in every push"
             )
-        if self._source is None or self._source_name != message.transport:
-            self.disconnect()
-            self._source, self._source_name = open_receiver(message.transport, self._model.device), message.transport
+        source = self._open(message.transport)
         self._plan, self._is_exported, self.loaded = None, False, None
         self.await_kernels()
         with self._model.scope():
             with _fail_together(self._model, wait, deadline, tell):
-                self._source.connect(message.storages, message.fields, wait, deadline)
-                plan = _BoundPlan(self._model, self._traced, self._source, message)
+                source.connect(message.storages, message.fields, wait, deadline)
+                plan = _BoundPlan(self._model, self._traced, source, message)
             plan.bind()
         self._plan = plan
+
+    def _open(self, transport: str) -> TransportReceiver:
+        """Return the worker's end of a transport. It replaces that of another transport."""
+        if self._source is None or self._source_name != transport:
+            self.disconnect()
+            self._source, self._source_name = open_receiver(transport, self._model.device), transport
+        return self._source
 
     def export(self, rank: int) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
         """Give a trainer write access to the live parameters, in place of `connect`.

@@ -320,6 +320,7 @@ class WorkerSession:
         match message:
             case PlanRequest():
                 with self._attended():
+                    self.receiver.meet(message, self._deadline())
                     manifest = Manifest(message.tensors, message.tied)
                     return PackedLoadPlan.of(self.receiver.make_plan(manifest), manifest.names)
             case Connect():

@@ -52,7 +52,7 @@ def check_transport(
         open_receiver: A function that returns a worker's end for a device. Every worker calls the function.
         rank_devices: The device of each trainer rank. Two ranks at least.
         worker_devices: The device of each worker.
-        wrong_pairings: Pairs (ranks, workers) of machines that `Transport.route` must refuse.
+        wrong_pairings: Pairs (ranks, workers) of machines that `Transport.invite` or `route` must refuse.
         in_processes: Whether every end runs in a process of its own, not in a thread. CUDA IPC needs this: no process
             can map its own memory. Both functions must then be module-level functions.
         timeout_s: The most seconds of each wait.
@@ -66,9 +66,11 @@ def check_transport(
     for ranks, workers in wrong_pairings:
         reads = [_reads(worker, len(workers), False) for worker in range(len(workers))]
         try:
+            transport.invite(ranks, workers, "127.0.0.1")
             transport.route(RouteRequest(ranks, workers, _MANIFEST, [], reads))
         except PlacementError:
             continue
+        transport.abort()
         raise AssertionError(f"route accepts the ranks {list(ranks)} with the workers {list(workers)}")
     ends: list[Callable[[Mail], None]] = [
         *(partial(_run_rank, make_transport, device) for device in rank_devices),
@@ -214,6 +216,10 @@ class _Rank:
         unmapped = sorted({location.name for location, each in tensors.at.items() if not transport.can_map(each)})
         own = [*tensors.at], unmapped
         everyone = mail.gather(own, "plan", tuple[list[ShardLocation], list[str]])
+        first = transport.invite(self.ranks, self.workers, mail.host) if mail.rank == 0 else []
+        to_workers = first[len(self.ranks) :]
+        if invited := mail.broadcast(first[: len(self.ranks)], "plan"):
+            transport.meet(invited[mail.rank], self.device, self.update.deadline())
         made = self.compile(everyone, cut) if mail.rank == 0 else None
         self.plan = mail.broadcast(made, "plan", TransferPlan)
         self.pushes = 0
@@ -224,6 +230,7 @@ class _Rank:
             *(
                 {
                     "do": "connect",
+                    "invitation": to_workers[at] if to_workers else {},
                     "storages": [row for storages, _ in rows for row in storages[at]],
                     "in_place": [row for _, those in rows for row in those],
                     "arrivals": endpoint.arrivals,
@@ -247,7 +254,7 @@ class _Rank:
         buckets = [*(changing[at : at + 4] for at in range(0, len(changing), 4)), *([name] for name in frozen)]
         in_place = frozenset() if chains else in_place
         chunks = make_chunks(_MANIFEST, chains, buckets, frozen, in_place, locations, _MAX_BYTES, {})
-        return TransferPlan(_MANIFEST, chains, chunks, len(reads), self.mail.host, {})
+        return TransferPlan(_MANIFEST, chains, chunks, len(reads), {})
 
     def gather(self, names: Sequence[str]) -> None:
         """Stand in for a source's `gather`. All ranks must ask for the same names, once in a push."""
@@ -350,9 +357,10 @@ class _Worker:
 
     def connect(self, order: dict[str, Any]) -> None:
         self.source = source = self.source or self.open_receiver()
-        source.connect(
-            typed(order["storages"], list[Storage]), order["fields"], self.mail.wait, Deadline(self.mail.timeout_s)
-        )
+        if order["invitation"]:
+            source.meet(order["invitation"], Deadline(self.mail.timeout_s))
+        storages = typed(order["storages"], list[Storage])
+        source.connect(storages, order["fields"], self.mail.wait, Deadline(self.mail.timeout_s))
         self.chunks = [(arrival.locations, arrival.runs) for arrival in typed(order["arrivals"], list[ChunkLayout])]
         in_place = typed(order["in_place"], list[ByteRange])
         self.mapped_ranks = sorted({run.rank for run in in_place})

@@ -1,0 +1,76 @@
+"""The members of a broadcast: their invitations, and their communicator. It begins to meet while the workers plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from msgspec import Meta, Struct
+
+from weightsync.errors import PlacementError
+from weightsync.net.runtime import Deadline
+from weightsync.net.wire import MachineInfo, typed
+from weightsync.planning.layout import Count
+from weightsync.transports.communicator import Communicator
+from weightsync.transports.nccl_group import NcclGroup
+from weightsync.transports.tcp_links import TcpLinks
+
+
+class Invitation(Struct, frozen=True, forbid_unknown_fields=True):
+    """A member's data about its communicator.
+
+    place: [host, port, name] of the rendezvous.
+    rank, size: the member's number, and the count of members.
+    device: the kind of the members' devices.
+    """
+
+    place: tuple[str, Count, str]
+    size: Count
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda)\Z")]
+    rank: Count
+
+
+def kind_of(device: str) -> type[Communicator]:
+    """Return the communicator of members on this kind of device."""
+    return NcclGroup if device == "cuda" else TcpLinks
+
+
+def meet(
+    known: Communicator | None,
+    invitation: dict[str, Any],
+    device: torch.device,
+    deadline: Deadline,
+    rendezvous: Any = None,
+) -> Communicator:
+    """Return the communicator of an invitation. A new one begins to meet its members."""
+    told = typed(invitation, Invitation)
+    if known is not None:
+        if known.place == [*told.place]:
+            return known
+        known.abort()
+    if device.type != told.device:  # a rank without tensors, or one that `prepare` refuses
+        device = torch.device("cuda", torch.cuda.current_device()) if told.device == "cuda" else torch.device("cpu")
+    made = kind_of(told.device)([*told.place], rendezvous, told.rank, told.size, device)
+    made.meet(deadline)
+    return made
+
+
+def check_machines(name: str, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo]) -> None:
+    """Raise `PlacementError` unless these can be members of one communicator."""
+    root = ranks[0]
+    if name == "nccl" and root.device != "cuda":
+        raise PlacementError('transport="nccl" takes GPU tensors only, and trainer rank 0 holds CPU tensors')
+    if other := [worker.peer for worker in workers if worker.device != root.device]:
+        raise PlacementError(
+            f"a broadcast needs one kind of device: trainer rank 0 sends from {root.device}, and "
+            f"{', '.join(other)} receives on {workers[0].device}"
+        )
+    seen: dict[str, str] = {}
+    for member in (*ranks, *workers):
+        if member.gpu_uuid and member.gpu_uuid in seen:
+            raise PlacementError(
+                f"NCCL refuses {member.peer} and {seen[member.gpu_uuid]} on one GPU, {member.gpu_uuid}; use "
+                'transport="ipc" for engines on the trainer\'s GPUs'
+            )
+        seen[member.gpu_uuid] = member.peer
