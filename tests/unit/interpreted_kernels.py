@@ -11,10 +11,13 @@ from functools import partial
 
 import test_copies
 import test_digest
+import test_rows
 import torch
 
-from weightsync.kernels import copies_triton, digest_triton
+from weightsync.kernels import copies_triton, digest_triton, rows_triton
 from weightsync.kernels.digest import MIB, digest, share, signed
+from weightsync.kernels.quantize import BlockForm, Form, fp8_per_block, fp8_per_tensor
+from weightsync.kernels.rows import Job
 
 
 def copies(of: torch.dtype, to: torch.dtype) -> int:
@@ -39,6 +42,24 @@ def digests(start: int) -> int:
     return len(runs)
 
 
+def quantised(form: Form | BlockForm, dtype: torch.dtype) -> int:
+    """Experts in pieces; gives how many there were. The interpreter rounds to float8 otherwise, so torch does it."""
+    weights, pieces = test_rows.experts_in_pieces(dtype, "cpu")
+    values, scale = test_rows.empty(*weights.shape[1:], form, "cpu", 16, len(weights))
+    values = torch.full(values.shape, torch.nan)
+    job = Job(tuple(pieces), values, scale)
+    launches = rows_triton.RowLaunches(form, [job], [0])
+    if isinstance(form, BlockForm):
+        launches.quantise(None)
+    else:
+        maxima = torch.zeros(scale.numel())
+        launches.maxima(maxima)
+        scale.copy_(form.scale(maxima).view(scale.shape))
+        launches.quantise(scale.view(-1))
+    test_rows.assert_is(form, (values.to(form.dtype), scale), weights)
+    return len(weights)
+
+
 if __name__ == "__main__":
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
     same = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]  # of each size one
@@ -46,3 +67,5 @@ if __name__ == "__main__":
     casts = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]  # to bfloat16 it does not round
     print(sum(copies(*dtypes) for dtypes in casts), "casts")
     print(sum(digests(start) for start in (0, 1, 2, 4)), "digests")
+    # Forms that divide by the scale need a fused multiply-add, which the interpreter rounds twice.
+    print(sum(quantised(form, torch.bfloat16) for form in (fp8_per_tensor, fp8_per_block)), "quantised experts")

@@ -20,6 +20,8 @@ FP8_MAX = 448.0
 """The largest number of `torch.float8_e4m3fn`."""
 BLOCK = 128
 """Rows and columns of a block that has one scale."""
+LEAST_OF_BLOCK = 1e-4
+"""The least magnitude that the scale of a block is made from."""
 MX_BLOCK = 32
 """Columns that share a scale in MXFP4."""
 _FP4_MAX = 6.0
@@ -43,6 +45,15 @@ class Form:
     smallest_scale: float
     per_row: bool = True
     multiplies: bool = False
+
+    @property
+    def height(self) -> int | None:
+        """The number of rows that are quantised without the other rows. None: all rows share a scale."""
+        return 1 if self.per_row else None
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of a weight's scales, as a matrix."""
+        return (rows if self.per_row else 1), 1
 
     def scale(self, maxima: torch.Tensor) -> torch.Tensor:
         """Return the float32 scales of rows, or of weights, from their largest magnitudes. Shapes are equal."""
@@ -91,29 +102,54 @@ def row_maxima(weight: torch.Tensor) -> torch.Tensor:
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-def fp8_per_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float8 values of a 2-D weight, and a scale for each block of 128 by 128.
+@dataclass(frozen=True)
+class BlockForm:
+    """The symmetric float8 format with a float32 scale for each block of 128 by 128.
 
-    Blocks at the end may be smaller. Scales are float32, of shape (blocks down, blocks across), as in checkpoints
-    (`weight_scale_inv`). The values are those of vLLM's `quantization="fp8_per_block"` on a CPU. On a GPU, torch's
-    compiler chooses how vLLM divides, and the last bit may differ.
+    Blocks at the end may be smaller. Scales have the shape (blocks down, blocks across), as in checkpoints
+    (`weight_scale_inv`). On a GPU, torch's compiler chooses how vLLM divides, and the last bit may differ. The fields
+    name its choices.
+
+    multiplies: whether the largest magnitude is multiplied by the reciprocal of 448 instead of divided by 448.
+    approximates: whether the reciprocal of a scale is the faster one of a GPU, off by up to two units in the last place.
+        `RowQuantiser` computes it on GPUs. All other code divides exactly.
     """
-    rows, columns = weight.shape
-    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
-    found = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty((down, across), dtype=torch.float32, device=weight.device)
-    for strip in _strips(weight, BLOCK):
-        part = weight[strip]
-        high = -(-part.shape[0] // BLOCK)
-        padded = part.new_zeros((high * BLOCK, across * BLOCK))
-        padded[: part.shape[0], :columns] = part
-        blocks = padded.view(high, BLOCK, across, BLOCK)
-        maxima = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp_min_(1e-4)
-        scales = maxima / torch.full_like(maxima, FP8_MAX)
-        scaled = (blocks * scales.reciprocal()).to(found.dtype).view(padded.shape)
-        found[strip] = scaled[: part.shape[0], :columns]
-        scale[strip.start // BLOCK : strip.start // BLOCK + high] = scales.view(high, across)
-    return found, scale
+
+    multiplies: bool = False
+    approximates: bool = False
+    dtype: torch.dtype = torch.float8_e4m3fn
+    per_row: bool = False
+    height: int = BLOCK
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of a weight's scales."""
+        return -(-rows // BLOCK), -(-columns // BLOCK)
+
+    def __call__(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the 8-bit values of a whole 2-D weight, and its scales."""
+        rows, columns = weight.shape
+        found = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
+        scale = torch.empty(self.scale_shape(rows, columns), dtype=torch.float32, device=weight.device)
+        across = scale.shape[1]
+        for strip in _strips(weight, BLOCK):
+            part = weight[strip]
+            high = -(-part.shape[0] // BLOCK)
+            padded = part.new_zeros((high * BLOCK, across * BLOCK))
+            padded[: part.shape[0], :columns] = part
+            blocks = padded.view(high, BLOCK, across, BLOCK)
+            maxima = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp_min_(LEAST_OF_BLOCK)
+            scales = maxima * (1 / FP8_MAX) if self.multiplies else maxima / torch.full_like(maxima, FP8_MAX)
+            scaled = (blocks * scales.reciprocal()).to(self.dtype).view(padded.shape)
+            found[strip] = scaled[: part.shape[0], :columns]
+            scale[strip.start // BLOCK : strip.start // BLOCK + high] = scales.view(high, across)
+        return found, scale
+
+
+fp8_per_block = BlockForm()
+"""The format of vLLM's `quantization="fp8_per_block"` on a CPU, and of checkpoints."""
+
+block_forms = (BlockForm(True, True), BlockForm(True, False), BlockForm(False, True), fp8_per_block)
+"""All formats that vLLM's `quantization="fp8_per_block"` may have on a GPU. Most compilers choose the first one."""
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from weightsync.kernels.quantize import Form, row_maxima
+from weightsync.kernels.quantize import BlockForm, Form, row_maxima
 
 MAX_COLUMNS = 1 << 16
 """Most columns of a row on a GPU: a row must fit into registers."""
@@ -24,18 +25,29 @@ AllReduceMax = Callable[[torch.Tensor], None]
 Collective: every worker calls it."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One module's weight.
+class Piece(NamedTuple):
+    """Rows of one or more matrices of a weight.
 
-    sources: (first row, rows of the source), together all rows of the weight.
-    values: the 8-bit target, of shape (rows, columns).
-    scale: the float32 target, of shape (rows,), or (1,) if all rows share one scale.
-
-    Rows are dense, in sources and in values.
+    matrix, row: the first matrix, and the first row in each matrix.
+    source: the rows, of shape (matrices, rows, columns). Rows are dense.
     """
 
-    sources: tuple[tuple[int, torch.Tensor], ...]
+    matrix: int
+    row: int
+    source: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """One module's weight, a matrix or the matrices of all experts.
+
+    pieces: the sources. Together they are the whole weight, unless each row or block of the form has its own scale.
+        A piece then begins and ends where a row or block does.
+    values: the 8-bit target, of shape (matrices, rows, columns). Rows are dense.
+    scale: the float32 target. `Form.scale_shape` has the shape for each matrix.
+    """
+
+    pieces: tuple[Piece, ...]
     values: torch.Tensor
     scale: torch.Tensor
 
@@ -43,44 +55,55 @@ class Job:
 class RowQuantiser:
     """A quantisation of the same memory, prepared once for all runs."""
 
-    def __init__(self, form: Form, jobs: Sequence[Job], share: AllReduceMax | None = None) -> None:
+    def __init__(self, form: Form | BlockForm, jobs: Sequence[Job], share: AllReduceMax | None = None) -> None:
         self._form, self._jobs, self._share = form, list(jobs), share
         device = self._jobs[0].values.device
-        counts = [len(job.values) for job in self._jobs]
-        *first, self._rows = accumulate(counts, initial=0)  # each job's first row, counted over all
+        self._counts = [job.scale.numel() for job in self._jobs]
         self._launches = None
         if device.type == "cuda":
             from weightsync.kernels.rows_triton import RowLaunches
 
+            first = list(accumulate(self._counts, initial=0))[:-1]  # the number of each job's first scale
             self._launches = RowLaunches(form, self._jobs, first)
 
     def run(self) -> None:
         """Quantise the current contents of the sources. With `share`, collective: every worker runs the same jobs."""
-        if self._launches is None:
-            self._run_in_torch()
-        elif self._form.per_row and self._share is None:
-            self._launches.quantise(None)
-        else:
-            count = self._rows if self._form.per_row else len(self._jobs)
-            maxima = torch.zeros(count, dtype=torch.float32, device=self._jobs[0].values.device)
-            self._launches.maxima(maxima)
-            if self._share is not None:
-                self._share(maxima)
-            scales = self._form.scale(maxima)
-            if not self._form.per_row:
-                torch._foreach_copy_([job.scale for job in self._jobs], list(scales.split(1)))
-            self._launches.quantise(scales)
-
-    def _run_in_torch(self) -> None:
-        in_order = [sorted(job.sources, key=lambda part: part[0]) for job in self._jobs]
-        by_job = [torch.cat([row_maxima(source).flatten() for _, source in parts]) for parts in in_order]
-        maxima = torch.cat(by_job if self._form.per_row else [rows.amax().reshape(1) for rows in by_job])
+        form, launches = self._form, self._launches
+        if isinstance(form, BlockForm) or (form.per_row and self._share is None):
+            self._quantise_alone() if launches is None else launches.quantise(None)
+            return
+        maxima = torch.zeros(sum(self._counts), dtype=torch.float32, device=self._jobs[0].values.device)
+        self._find_maxima(maxima) if launches is None else launches.maxima(maxima)
         if self._share is not None:
             self._share(maxima)
-        counts = [len(job.values) if self._form.per_row else 1 for job in self._jobs]
-        for job, own in zip(self._jobs, maxima.split(counts), strict=True):
-            scale = self._form.scale(own)
-            job.scale.copy_(scale)
-            for row, source in job.sources:
-                part = slice(row, row + len(source))
-                job.values[part] = self._form.values(source, scale[part, None] if self._form.per_row else scale)
+        scales = form.scale(maxima)
+        own = [each.view(job.scale.shape) for each, job in zip(scales.split(self._counts), self._jobs, strict=True)]
+        torch._foreach_copy_([job.scale for job in self._jobs], own)
+        self._quantise(own, form) if launches is None else launches.quantise(scales)
+
+    def _quantise_alone(self) -> None:
+        for job in self._jobs:
+            for first, row, source in job.pieces:
+                for matrix, rows in enumerate(source, first):
+                    job.values[matrix, row : row + len(rows)], scale = self._form(rows)
+                    at = row // (self._form.height or 1)
+                    job.scale[matrix, at : at + len(scale)] = scale
+
+    def _find_maxima(self, out: torch.Tensor) -> None:
+        for job, of_job in zip(self._jobs, out.split(self._counts), strict=True):
+            maxima = of_job.view(job.scale.shape)
+            for first, row, source in job.pieces:
+                for matrix, rows in enumerate(source, first):
+                    found = row_maxima(rows)
+                    if self._form.per_row:
+                        maxima[matrix, row : row + len(rows)] = found
+                    else:
+                        maxima[matrix].clamp_min_(found.amax())
+
+    def _quantise(self, scales: Sequence[torch.Tensor], form: Form) -> None:
+        for job, own in zip(self._jobs, scales, strict=True):
+            for first, row, source in job.pieces:
+                for matrix, rows in enumerate(source, first):
+                    part = slice(row, row + len(rows))
+                    scale = own[matrix, part] if form.per_row else own[matrix]
+                    job.values[matrix, part] = form.values(rows, scale)

@@ -1,23 +1,24 @@
 """The launches of `rows.RowQuantiser` on a GPU.
 
-A program holds one row in registers, so the row is read once for its maximum and its values. The arithmetic is that of
-`quantize.py`, rounded as IEEE 754 says. vLLM's kernels are compiled to the same rounding.
+A program holds some rows, or one block, in registers, so they are read once for their maximum and their values. The
+arithmetic is that of `quantize.py`, rounded as IEEE 754 says. vLLM's kernels are compiled to the same rounding.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from weightsync.kernels.quantize import Form
-from weightsync.kernels.rows import Job
+from weightsync.kernels.quantize import BLOCK, FP8_MAX, LEAST_OF_BLOCK, BlockForm, Form
+from weightsync.kernels.rows import Job, Piece
 
-_FIELDS = 8
+_FIELDS = 14
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -27,16 +28,31 @@ _DTYPES = {
 }
 _MAXIMA, _QUANTISE, _ALL_AT_ONCE = 0, 1, 2
 _VECTOR_BYTES = 16
+_TILE_ELEMENTS = 4096
+"""The fewest elements of a program, or one row. Programs with less work cost more to start than to run."""
+_BLOCK_WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _locate(table, piece_of_program, fields: tl.constexpr, height: tl.constexpr, strips_across):  # type: ignore[no-untyped-def]
+    """Return a program's piece, matrix, first row, and strip of columns."""
+    program = tl.program_id(0).to(tl.int64)
+    piece = table + tl.load(piece_of_program + program).to(tl.int64) * fields
+    number = program - tl.load(piece)
+    strips = tl.cdiv(tl.load(piece + 1), height) * strips_across
+    rest = number % strips
+    return piece, number // strips, rest // strips_across * height, rest % strips_across
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
     table,
-    piece_of_row,
+    piece_of_program,
     given,
     fields: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
+    height: tl.constexpr,
     source_dtype: tl.constexpr,
     values_dtype: tl.constexpr,
     step: tl.constexpr,
@@ -46,34 +62,35 @@ def _rows(  # type: ignore[no-untyped-def]
     per_row: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    piece = table + tl.load(piece_of_row + program).to(tl.int64) * fields
-    row = program - tl.load(piece)
-    own = tl.load(piece + 1)
-    if per_row:
-        own += row
-    source = tl.load(piece + 2).to(tl.pointer_type(source_dtype))
-    source_stride = tl.load(piece + 3)
+    piece, matrix, first, _ = _locate(table, piece_of_program, fields, height, 1)
+    row = first + tl.arange(0, height)[:, None]
+    at = tl.arange(0, block)[None, :]
+    is_row = row < tl.load(piece + 1)
+    inside = is_row & (at < columns)
+    own = given + tl.load(piece + 2) + matrix * tl.load(piece + 3)
+    source = tl.load(piece + 4).to(tl.pointer_type(source_dtype))
+    source_matrix, source_row = tl.load(piece + 5), tl.load(piece + 6)
     if aligned:
         source = tl.multiple_of(source, 16)
-        source_stride = tl.multiple_of(source_stride, 16)
-    at = tl.arange(0, block)
-    inside = at < columns
-    x = tl.load(source + row * source_stride + at, mask=inside, other=0.0).to(tl.float32)
+        source_matrix, source_row = tl.multiple_of(source_matrix, 16), tl.multiple_of(source_row, 16)
+    x = tl.load(source + matrix * source_matrix + row * source_row + at, mask=inside, other=0.0).to(tl.float32)
     if step == 0:
+        maxima = tl.max(tl.abs(x), axis=1, keep_dims=True)
         if per_row:
-            tl.store(given + own, tl.max(tl.abs(x), axis=0))
+            tl.store(own + row, maxima, mask=is_row)
         else:
-            tl.atomic_max(given + own, tl.max(tl.abs(x), axis=0))
+            tl.atomic_max(own, tl.max(tl.max(maxima, axis=1), axis=0))
     else:
-        if step == 1:
-            scale = tl.load(given + own)
+        if step == 2:
+            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=1, keep_dims=True), largest), smallest)
+        elif per_row:
+            scale = tl.load(own + row, mask=is_row, other=1.0)
         else:
-            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), largest), smallest)
+            scale = tl.load(own + tl.zeros((1, 1), tl.int32))
         if multiplies:
             x = x * tl.div_rn(1.0, scale)
             x = tl.where(x != x, largest, x)
-        elif scale > 1e-30:
+        elif tl.min(tl.min(scale, axis=1), axis=0) > 1e-30:
             # The quotient to the last bit, in three operations: Markstein, IBM J. Res. Dev. 34 (1990), p. 111.
             inverse = tl.div_rn(1.0, scale)
             quotient = x * inverse
@@ -84,60 +101,101 @@ def _rows(  # type: ignore[no-untyped-def]
             x = libdevice.rint(x)
             x = tl.where(x != x, 0.0, x)
         x = tl.minimum(tl.maximum(x, -largest), largest)
-        values = tl.load(piece + 4).to(tl.pointer_type(values_dtype))
-        values_stride = tl.load(piece + 5)
+        values = tl.load(piece + 7).to(tl.pointer_type(values_dtype))
+        values_matrix, values_row = tl.load(piece + 8), tl.load(piece + 9)
         if aligned:
             values = tl.multiple_of(values, 16)
-            values_stride = tl.multiple_of(values_stride, 16)
-        tl.store(values + row * values_stride + at, x.to(values_dtype), mask=inside)
-        if per_row:
-            scales = tl.load(piece + 6).to(tl.pointer_type(tl.float32))
-            tl.store(scales + row * tl.load(piece + 7), scale)
+            values_matrix, values_row = tl.multiple_of(values_matrix, 16), tl.multiple_of(values_row, 16)
+        tl.store(values + matrix * values_matrix + row * values_row + at, x.to(values_dtype), mask=inside)
+        if per_row and step == 2:
+            scales = tl.load(piece + 10).to(tl.pointer_type(tl.float32))
+            tl.store(scales + matrix * tl.load(piece + 11) + row * tl.load(piece + 12), scale, mask=is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _blocks(  # type: ignore[no-untyped-def]
+    table,
+    piece_of_program,
+    fields: tl.constexpr,
+    columns: tl.constexpr,
+    side: tl.constexpr,
+    source_dtype: tl.constexpr,
+    values_dtype: tl.constexpr,
+    largest: tl.constexpr,
+    least: tl.constexpr,
+    multiplies: tl.constexpr,
+    approximates: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    piece, matrix, first, strip = _locate(table, piece_of_program, fields, side, tl.cdiv(columns, side))
+    row = first + tl.arange(0, side)[:, None]
+    at = strip * side + tl.arange(0, side)[None, :]
+    inside = (row < tl.load(piece + 1)) & (at < columns)
+    source = tl.load(piece + 4).to(tl.pointer_type(source_dtype))
+    source_matrix, source_row = tl.load(piece + 5), tl.load(piece + 6)
+    values = tl.load(piece + 7).to(tl.pointer_type(values_dtype))
+    values_matrix, values_row = tl.load(piece + 8), tl.load(piece + 9)
+    if aligned:
+        source, values = tl.multiple_of(source, 16), tl.multiple_of(values, 16)
+        source_matrix, source_row = tl.multiple_of(source_matrix, 16), tl.multiple_of(source_row, 16)
+        values_matrix, values_row = tl.multiple_of(values_matrix, 16), tl.multiple_of(values_row, 16)
+    x = tl.load(source + matrix * source_matrix + row * source_row + at, mask=inside, other=0.0).to(tl.float32)
+    maximum = tl.max(tl.max(tl.abs(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
+    maximum = tl.maximum(maximum, least)
+    scale = maximum * (1.0 / largest) if multiplies else tl.div_rn(maximum, largest)
+    inverse = 1.0 / scale if approximates else tl.div_rn(1.0, scale)
+    tl.store(values + matrix * values_matrix + row * values_row + at, (x * inverse).to(values_dtype), mask=inside)
+    scales = tl.load(piece + 10).to(tl.pointer_type(tl.float32))
+    scales += matrix * tl.load(piece + 11) + first // side * tl.load(piece + 12) + strip * tl.load(piece + 13)
+    tl.store(scales + tl.zeros((1, 1), tl.int32), scale)
+
+
+class _Kind(NamedTuple):
+    """The constants of a launch that depend on the piece."""
+
+    columns: int
+    dtype: torch.dtype
+    aligned: bool
 
 
 class RowLaunches:
-    """A table of all rows on the GPU, and one launch for each width, dtype and alignment."""
+    """A table of all pieces on the GPU, and one launch for each width, dtype and alignment."""
 
-    def __init__(self, form: Form, jobs: Sequence[Job], first: Sequence[int]) -> None:
+    def __init__(self, form: Form | BlockForm, jobs: Sequence[Job], first: Sequence[int]) -> None:
         self._form = form
         self._device = jobs[0].values.device
-        kinds: dict[tuple[int, torch.dtype, bool], list[tuple[int, list[int]]]] = defaultdict(list)
-        for number, (job, start) in enumerate(zip(jobs, first, strict=True)):
-            for row, source in job.sources:
-                values = job.values[row : row + len(source)]
-                scale = job.scale[row : row + len(source)] if form.per_row else job.scale
-                fields = [
-                    start + row if form.per_row else number,
-                    source.data_ptr(),
-                    source.stride(0),
-                    values.data_ptr(),
-                    values.stride(0),
-                    scale.data_ptr(),
-                    scale.stride(0),
-                ]
-                kind = (source.shape[1], source.dtype, _aligned(source) and _aligned(values))
-                kinds[kind].append((len(source), fields))
-        self._groups = []
-        for kind, parts in kinds.items():
-            table, counts, programs = [], [], 0
-            for count, fields in parts:
-                table.append([programs, *fields])
-                counts.append(count)
-                programs += count
-            of_row = torch.arange(len(table), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-            rows = torch.tensor(table, dtype=torch.int64).to(self._device), of_row.to(self._device)
-            self._groups.append((kind, *rows, programs))
         self._values = _DTYPES[jobs[0].values.dtype]
+        tables: dict[_Kind, list[list[int]]] = defaultdict(list)
+        for job, number in zip(jobs, first, strict=True):
+            for piece in job.pieces:
+                kind, fields = _describe(form, job, piece, number)
+                tables[kind].append(fields)
+        self._groups = []
+        for kind, table in tables.items():
+            height, across = self._tile(kind.columns)
+            counts = [matrices * -(-fields[0] // height) * across for matrices, *fields in table]
+            ends = torch.tensor(counts).cumsum(0)
+            starts = (ends - torch.tensor(counts)).tolist()
+            rows = [[start, *fields] for start, (_, *fields) in zip(starts, table, strict=True)]
+            of_program = torch.arange(len(table), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+            on_gpu = torch.tensor(rows, dtype=torch.int64).to(self._device), of_program.to(self._device)
+            self._groups.append((kind, *on_gpu, len(of_program)))
+
+    def _tile(self, columns: int) -> tuple[int, int]:
+        """Return the rows of a program, and the programs for the columns of these rows."""
+        if isinstance(self._form, BlockForm):
+            return BLOCK, -(-columns // BLOCK)
+        return max(1, _TILE_ELEMENTS // triton.next_power_of_2(columns)), 1
 
     def maxima(self, out: torch.Tensor) -> None:
-        """Write the largest magnitude of each row, counted over all jobs, or of each job. `out` holds zeros."""
+        """Write the largest magnitude for each scale, counted over all jobs. `out` holds zeros."""
         self._launch(_MAXIMA, out)
 
     def quantise(self, scales: torch.Tensor | None) -> None:
-        """Write the values, and with a scale for each row the scales.
+        """Write the values.
 
-        scales: one for each row of all jobs, or one for each job. None: each row's own scale is computed in the same
-        launch.
+        scales: the scales of all jobs. None: each row or block computes its own scale in the same launch, and writes
+            it.
         """
         if scales is None:
             self._launch(_ALL_AT_ONCE, torch.empty(0, dtype=torch.float32, device=self._device))
@@ -145,32 +203,61 @@ class RowLaunches:
             self._launch(_QUANTISE, scales)
 
     def _launch(self, step: int, given: torch.Tensor) -> None:
-        form = self._form
         with torch.cuda.device(self._device):
-            for (columns, dtype, aligned), table, of_row, programs in self._groups:
-                block = triton.next_power_of_2(columns)
+            for kind, table, of_program, programs in self._groups:
+                constants = {
+                    "fields": _FIELDS,
+                    "columns": kind.columns,
+                    "source_dtype": _DTYPES[kind.dtype],
+                    "values_dtype": self._values,
+                    "multiplies": self._form.multiplies,
+                    "aligned": kind.aligned,
+                }
+                if isinstance(self._form, BlockForm):
+                    own = {"approximates": self._form.approximates, "side": BLOCK, "num_warps": _BLOCK_WARPS}
+                    _blocks[(programs,)](table, of_program, largest=FP8_MAX, least=LEAST_OF_BLOCK, **own, **constants)
+                    continue
+                block, (height, _) = triton.next_power_of_2(kind.columns), self._tile(kind.columns)
                 _rows[(programs,)](
                     table,
-                    of_row,
+                    of_program,
                     given,
-                    fields=_FIELDS,
-                    columns=columns,
                     block=block,
-                    source_dtype=_DTYPES[dtype],
-                    values_dtype=self._values,
+                    height=height,
                     step=step,
-                    largest=form.largest,
-                    smallest=form.smallest_scale,
-                    multiplies=form.multiplies,
-                    per_row=form.per_row,
-                    aligned=aligned,
-                    num_warps=min(32, max(1, block // 1024)),
+                    largest=self._form.largest,
+                    smallest=self._form.smallest_scale,
+                    per_row=self._form.per_row,
+                    num_warps=min(32, max(1, height * block // 1024)),
+                    **constants,
                 )
+
+
+def _describe(form: Form | BlockForm, job: Job, piece: Piece, number: int) -> tuple[_Kind, list[int]]:
+    """Return a piece's kind, and its number of matrices followed by its fields in a table.
+
+    number: the number of the job's first scale.
+    """
+    matrix, row, source = piece
+    values = job.values[matrix:, row:]
+    height = form.height
+    scale = job.scale[matrix:] if height is None else job.scale[matrix:, row // height :]
+    per_matrix = job.scale[0].numel()
+    own = number + matrix * per_matrix + (row if form.per_row else 0)
+    fields = [source.shape[1], own, per_matrix, source.data_ptr(), *_steps(source)[:2]]
+    fields += [values.data_ptr(), *_steps(values)[:2], scale.data_ptr(), *_steps(scale)]
+    return _Kind(source.shape[2], source.dtype, _aligned(source) and _aligned(values)), [len(source), *fields]
+
+
+def _steps(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of a tensor, 0 for a dimension of one element."""
+    return [step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def _aligned(rows: torch.Tensor) -> bool:
     """Return whether a GPU can access 16 bytes at once at the start of every row.
 
-    Length and stride of a row must also be multiples of 16 elements.
+    Length and strides of a row must also be multiples of 16 elements.
     """
-    return rows.data_ptr() % _VECTOR_BYTES == 0 and rows.stride(0) % 16 == 0 and rows.shape[1] % 16 == 0
+    strides = (*_steps(rows)[:2], rows.shape[2])
+    return rows.data_ptr() % _VECTOR_BYTES == 0 and not any(stride % 16 for stride in strides)
