@@ -16,10 +16,9 @@ from torch import nn
 from weightsync.errors import UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, fp8_per_tensor, int8_per_channel
 from weightsync.net.wire import POISONED
-from weightsync.worker.fused_quantize import find_recipe
-from weightsync.worker.load_paths import FusedQuantize
+from weightsync.worker.fused_quantize import find_recipes
+from weightsync.worker.load_paths import FusedQuantize, Weight
 from weightsync.worker.load_planner import FUSED_QUANTIZE, NATIVE_LOADER, RELOAD
-from weightsync.worker.module_groups import ModuleGroup
 
 TIMEOUT_S = 10.0
 """Of a worker that waits for the other."""
@@ -321,10 +320,10 @@ def test_rows_of_their_own_scale_are_quantised_out_of_every_chunk_that_brings_th
     trainer = MemoryTrainer(host, tensors=checkpoint(1), max_bytes=2 * ROW)
     trainer.connect()
 
-    def must_not(path: FusedQuantize, group: ModuleGroup) -> torch.Tensor:
+    def must_not(path: FusedQuantize, weight: Weight) -> torch.Tensor:
         raise AssertionError("a weight is put together")
 
-    monkeypatch.setattr(FusedQuantize, "_weight", must_not)
+    monkeypatch.setattr(FusedQuantize, "put_together", must_not)
     trainer.push()
     assert_same_model(host.live, ModuleHost(TinyEngineModel, checkpoint(1), process).live)
 
@@ -344,15 +343,15 @@ def test_a_recipe_is_found_for_one_weight_and_its_scale_alone(form: Form):
     weight, bias = torch.randn(12, 6), torch.randn(12)
     values, scale = form(weight)
     loaded, processed = {"weight": weight, "bias": bias}, {"weight": values, "bias": bias, "weight_scale": scale}
-    recipe = find_recipe(loaded, processed, None)
-    assert recipe is not None
-    assert (recipe.form, recipe.weight, recipe.values, recipe.scale) == (form, "weight", "weight", "weight_scale")
-    assert (
-        find_recipe(loaded, {**processed, "weight": values.t().contiguous().t()}, None) is None
-    )  # columns lie together
-    assert find_recipe(loaded, {**processed, "bias": bias + 1}, None) is None
-    assert find_recipe(loaded, {**processed, "other": torch.randn(3)}, None) is None
-    assert find_recipe(loaded, {**processed, "weight_scale": scale * 2}, None) is None
-    assert find_recipe(loaded, loaded, None) is None
+    (recipe,) = find_recipes(loaded, processed, None)
+    assert (recipe.form, recipe.weight, recipe.scale) == (form, "weight", "weight_scale")
     assert recipe.fits(processed)
     assert not recipe.fits({**processed, "weight": values.t()})
+    others = [
+        {**processed, "weight": values.t().contiguous().t()},  # columns lie together
+        {**processed, "bias": bias + 1},
+        {**processed, "other": torch.randn(3)},
+        {**processed, "weight_scale": scale * 2},
+        loaded,
+    ]
+    assert [find_recipes(loaded, other, None) for other in others] == [()] * 5

@@ -21,7 +21,7 @@ FP8_MAX = 448.0
 BLOCK = 128
 """Rows and columns of a block that has one scale."""
 LEAST_OF_BLOCK = 1e-4
-"""The least magnitude that the scale of a block is made from."""
+"""The least magnitude of a block, for its scale."""
 MX_BLOCK = 32
 """Columns that share a scale in MXFP4."""
 _FP4_MAX = 6.0
@@ -48,7 +48,7 @@ class Form:
 
     @property
     def height(self) -> int | None:
-        """The number of rows that are quantised without the other rows. None: all rows share a scale."""
+        """The number of rows with scales of their own. None: all rows share a scale."""
         return 1 if self.per_row else None
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class BlockForm:
     name its choices.
 
     multiplies: whether the largest magnitude is multiplied by the reciprocal of 448 instead of divided by 448.
-    approximates: whether the reciprocal of a scale is the faster one of a GPU, off by up to two units in the last place.
+    approximates: whether the reciprocal of a scale is a GPU's faster one, off by up to two units in the last place.
         `RowQuantiser` computes it on GPUs. All other code divides exactly.
     """
 
@@ -149,7 +149,7 @@ fp8_per_block = BlockForm()
 """The format of vLLM's `quantization="fp8_per_block"` on a CPU, and of checkpoints."""
 
 block_forms = (BlockForm(True, True), BlockForm(True, False), BlockForm(False, True), fp8_per_block)
-"""All formats that vLLM's `quantization="fp8_per_block"` may have on a GPU. Most compilers choose the first one."""
+"""The formats of vLLM's `quantization="fp8_per_block"` on GPUs, the likeliest one first."""
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ class Job:
     """One module's weight, a matrix or the matrices of all experts.
 
     pieces: the sources. Together they are the whole weight, unless each row or block of the form has its own scale.
-        A piece then begins and ends where a row or block does.
+        A piece then holds whole rows or blocks.
     values: the 8-bit target, of shape (matrices, rows, columns). Rows are dense.
     scale: the float32 target. `Form.scale_shape` has the shape for each matrix.
     """

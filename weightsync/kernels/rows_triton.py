@@ -151,7 +151,7 @@ def _blocks(  # type: ignore[no-untyped-def]
 
 
 class _Kind(NamedTuple):
-    """The constants of a launch that depend on the piece."""
+    """The constants of a launch, as its pieces have them."""
 
     columns: int
     dtype: torch.dtype

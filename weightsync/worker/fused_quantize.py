@@ -1,84 +1,129 @@
-"""Quantisation of a weight directly into the tensors of its kernel.
+"""Quantisation of weights directly into the tensors of their kernel.
 
-It serves modules with no other post-processing: one matrix becomes 8-bit values and scales, in a form that weightsync
-knows. An experiment finds these modules: post-processing and the form run on the same random weights, and must leave
-the same bits. Any other module is reloaded. A reload is always correct.
+It serves modules with no other post-processing. Each weight, a matrix or the matrices of all experts, becomes 8-bit
+values and scales, in a known form. A kernel may want the outcome rearranged (`placement.py`). An experiment finds these
+modules: post-processing and the form run on the same random weights, and must leave the same bits. Any other module is
+reloaded. A reload is always correct.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import torch
 
-from weightsync.kernels.quantize import Form, fp8_per_channel, fp8_per_tensor, int8_per_channel
-from weightsync.kernels.rows import MAX_COLUMNS, AllReduceMax, Job, RowQuantiser
+from weightsync.kernels.quantize import (
+    BlockForm,
+    Form,
+    block_forms,
+    fp8_per_block,
+    fp8_per_channel,
+    fp8_per_tensor,
+    int8_per_channel,
+)
+from weightsync.kernels.rows import MAX_COLUMNS, AllReduceMax, Job, Piece, RowQuantiser
 from weightsync.planning.layout import CopyOp
+from weightsync.worker.placement import Placement, find_placement
 
 logger = logging.getLogger(__name__)
 
-_PER_ROW: dict[torch.dtype, Form] = {torch.float8_e4m3fn: fp8_per_channel, torch.int8: int8_per_channel}
+_SCALES = ("_scale", "_scale_inv")
+"""The endings of a scale's key, after the key of its weight."""
+_BITS = 4
+"""Random bits of a value, or of a scale, made from random weights."""
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
+AnyForm = Form | BlockForm
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Shape = tuple[int, int, int]
+"""(matrices, rows, columns) of a weight."""
 Tensors = Mapping[str, torch.Tensor]
-Rows = tuple[int, torch.Tensor]
-"""(number of the first row, rows of a weight from there on)."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The way in which one module's weight is quantised.
+    """The quantisation of one weight of a module.
 
-    form: turns the parameter `weight` of shape (rows, columns), as it is loaded, into values and scale.
+    form: turns each matrix of the parameter `weight`, as it is loaded, into values and scales.
     shared: whether the workers of the engine agree on its scales.
-    weight, values, scale: the keys of the parameters.
-    layouts: the layouts of values and scale.
+    weight: the key of the parameter, and afterwards of its values.
+    scale: the key of the scales.
+    shape: the shape of the weight.
+    values_at, scale_at: the places of values and scales, each with three dimensions, in the live tensors.
+    layouts: the layouts of the live tensors.
     """
 
-    form: Form
+    form: AnyForm
     shared: bool
     weight: str
-    values: str
     scale: str
+    shape: Shape
+    values_at: Placement
+    scale_at: Placement
     layouts: tuple[Layout, Layout]
 
     @property
-    def row_by_row(self) -> bool:
-        """Whether a row can be quantised before the other rows have arrived."""
-        return self.form.per_row and not self.shared
+    def height(self) -> int | None:
+        """The rows to quantise before the other rows have arrived. None: all rows of all matrices come first."""
+        return None if self.shared else self.form.height
 
-    def jobs(self, live: Tensors, parts: Sequence[Rows]) -> list[Job]:
-        """Return the jobs to fill a module's parameters `live` from `parts` of its weight, all rows or some."""
-        values, scale = _dense_rows(live[self.values].data), live[self.scale].data.view(-1)
-        assert values is not None  # `layouts` guarantees it
-        if not self.row_by_row:
-            return [Job(tuple(parts), values, scale)]
-        return [
-            Job(((0, rows),), values[first : first + len(rows)], scale[first : first + len(rows)])
-            for first, rows in parts
-        ]
+    def job(self, live: Tensors, pieces: Iterable[Piece]) -> Job:
+        """Return the job to fill a module's parameters `live` from `pieces` of its weight, all rows or some."""
+        values = _at(live[self.weight], self.values_at, self.shape)
+        scale = _at(live[self.scale], self.scale_at, (self.shape[0], *self.form.scale_shape(*self.shape[1:])))
+        return Job(tuple(part for piece in pieces for part in self.placed(piece)), values, scale)
+
+    def placed(self, piece: Piece) -> Iterator[Piece]:
+        """Yield a piece's rows at their places. A kernel may want the halves of each matrix swapped."""
+        if self.values_at.swapped is None:
+            yield piece
+            return
+        matrix, row, source = piece
+        half = self.shape[1] // 2
+        first = min(max(half - row, 0), source.shape[1])
+        if first:
+            yield Piece(matrix, row + half, source[:, :first])
+        if first < source.shape[1]:
+            yield Piece(matrix, row + first - half, source[:, first:])
 
     def fits(self, live: Tensors) -> bool:
         """Return whether a live module's parameters have the recipe's layouts."""
-        found = [live.get(self.values), live.get(self.scale)]
+        found = [live.get(self.weight), live.get(self.scale)]
         return tuple(None if tensor is None else _layout(tensor) for tensor in found) == self.layouts
 
+    def can_cut(self, row: int, rows: int) -> bool:
+        """Return whether rows can be quantised without the other rows of their matrix."""
+        height = self.height
+        return height is not None and row % height == 0 and (rows % height == 0 or row + rows == self.shape[1])
 
-def find_recipe(loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> Recipe | None:
-    """Return the recipe that turned a module's parameters from `loaded` into `processed`. None: no known form does.
+
+def find_recipes(loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> tuple[Recipe, ...]:
+    """Return the recipes that turned a module's parameters from `loaded` into `processed`. (): no known forms do.
 
     With `all_reduce_max` this is collective among workers, and their answers agree. Give it if and only if there are
     several workers with different weights.
     """
-    new = {key: tensor for key, tensor in processed.items() if not same_contents(loaded.get(key), tensor)}
+    new = {key for key, tensor in processed.items() if not same_contents(loaded.get(key), tensor)}
     gone = [key for key, tensor in loaded.items() if not same_contents(tensor, processed.get(key))]
-    if (candidate := _candidate(loaded, gone, new)) is None:
-        return None
-    recipes = [candidate] if all_reduce_max is None else [candidate, replace(candidate, shared=True)]
-    return next((recipe for recipe in recipes if holds(recipe, loaded, processed, all_reduce_max)), None)
+    scales = {key: next((key + end for end in _SCALES if key + end in new), "") for key in gone}
+    found: list[Recipe] = []
+    if new != {*scales, *scales.values()}:
+        return ()
+    for weight, scale in scales.items():
+        keys = weight, scale
+        recipes = (
+            _find_recipe(form, shared, keys, loaded, processed, all_reduce_max)
+            for form in _forms(loaded[weight], processed[weight], processed[scale])
+            for shared in ([False, True] if all_reduce_max and isinstance(form, Form) else [False])
+        )
+        if (recipe := next((recipe for recipe in recipes if recipe is not None), None)) is None:
+            return ()
+        found.append(recipe)
+    return tuple(found)
 
 
 def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> bool:
@@ -86,60 +131,139 @@ def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: A
 
     With `all_reduce_max` this is collective among workers, and all get the same answer.
     """
-    mine = {key: torch.empty_like(processed[key]) for key in (recipe.values, recipe.scale)}
-    jobs = recipe.jobs(mine, [(0, loaded[recipe.weight])])
+    theirs = {key: processed[key] for key in (recipe.weight, recipe.scale)}
+    mine = {key: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for key, t in theirs.items()}
+    job = recipe.job(mine, [Piece(0, 0, loaded[recipe.weight].view(recipe.shape))])
+    is_run = _run(recipe.form, job, all_reduce_max if recipe.shared else None)
+    is_same = is_run and all(same_contents(mine[key], tensor) for key, tensor in theirs.items())
+    return _agree(is_same, job.values.device, all_reduce_max)
+
+
+def pieces_of(op: CopyOp, source: torch.Tensor, shape: Shape, like: torch.Tensor) -> list[Piece] | None:
+    """Return the rows copied by `op` into a weight of this shape.
+
+    `source` is a view of received memory. None unless these are whole dense rows in the dtype of `like` on its device.
+    """
+    _, rows, columns = shape
+    dims = [dim for dim in zip(op.size, op.dst_stride, source.stride(), strict=True) if dim[0] > 1]
+    is_readable = source.dtype == like.dtype and source.device == like.device
+    steps = [op.dst_offset, *(to for _, to, _ in dims[:-1])]
+    if not is_readable or not dims or dims.pop() != (columns, 1, 1) or any(step % columns for step in steps):
+        return None
+    run = next((dim for dim in reversed(dims) if dim[1] == columns), (1, columns, 0))
+    rest = [dim for dim in dims if dim is not run]
+    matrix_dim = next((dim for dim in rest if dim[1] == rows * columns), (1, rows * columns, 0))
+    others = [dim for dim in rest if dim is not matrix_dim]
+    found = []
+    for index in product(*(range(size) for size, _, _ in others)):
+        first = op.dst_offset + sum(n * to for n, (_, to, _) in zip(index, others, strict=True))
+        offset = source.storage_offset() + sum(n * of for n, (_, _, of) in zip(index, others, strict=True))
+        size, stride = (matrix_dim[0], run[0], columns), (matrix_dim[2], run[2], 1)
+        pieces = _cut(source.as_strided(size, stride, offset), first // columns, rows)
+        if pieces is None:
+            return None
+        found += pieces
+    return found
+
+
+def _cut(source: torch.Tensor, first: int, rows: int) -> list[Piece] | None:
+    """Return rows of matrices with so many `rows` as pieces. A run of rows goes on in the next matrix.
+
+    first: the number of the first row, counted over all matrices. None: it would have to be a run in each matrix.
+    """
+    matrix, row = divmod(first, rows)
+    if row + source.shape[1] <= rows:
+        return [Piece(matrix, row, source)]
+    if len(source) > 1:
+        return None
+    run = source[0]
+    head = -first % rows
+    whole = (len(run) - head) // rows * rows
+    parts = [run[:head][None], run[head : head + whole].unflatten(0, (-1, rows)), run[head + whole :][None]]
+    starts = [first, first + head, first + head + whole]
+    return [Piece(*divmod(at, rows), part) for at, part in zip(starts, parts, strict=True) if part.numel()]
+
+
+def _forms(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> list[AnyForm]:
+    """Return the possible forms of these tensors, by shapes and dtypes. All workers find the same ones."""
+    is_known = weight.dtype in _WIDE and weight.dim() in (2, 3) and scale.dtype == torch.float32
+    is_known = is_known and weight.is_contiguous()
+    if not is_known or not weight.numel() or weight.shape[-1] > MAX_COLUMNS or values.numel() != weight.numel():
+        return []
+    blocks = block_forms if weight.is_cuda else (fp8_per_block,)
+    forms: dict[torch.dtype, tuple[AnyForm, ...]] = {
+        torch.float8_e4m3fn: (fp8_per_channel, fp8_per_tensor, *blocks),
+        torch.int8: (int8_per_channel,),
+    }
+    matrices, rows, columns = _shape(weight)
+    found = forms.get(values.dtype, ())
+    return [form for form in found if scale.numel() == matrices * prod(form.scale_shape(rows, columns))]
+
+
+def _find_recipe(
+    form: AnyForm,
+    shared: bool,
+    keys: tuple[str, str],
+    loaded: Tensors,
+    processed: Tensors,
+    all_reduce_max: AllReduceMax | None,
+) -> Recipe | None:
+    """Return the recipe with this form, if it leaves the same bits as post-processing."""
+    weight, (theirs, their_scale) = loaded[keys[0]], (processed[key] for key in keys)
+    shape = _shape(weight)
+    values = torch.empty(shape, dtype=form.dtype, device=weight.device)
+    scale = weight.new_empty((shape[0], *form.scale_shape(*shape[1:])), dtype=torch.float32)
+    job = Job((Piece(0, 0, weight.view(shape)),), values, scale)
+    is_run = _run(form, job, all_reduce_max if shared else None)
+    places = (_find_place(values, theirs), _find_place(scale, their_scale)) if is_run else (None, None)
+    recipe, (values_at, scale_at) = None, places
+    if values_at is not None and scale_at is not None:
+        # Rows must be dense, and only whole rows may have moved, with their scales.
+        moved = values_at.swapped if form.height else None
+        if values_at.stride[2] == 1 and values_at.swapped in (None, 1) and scale_at.swapped == moved:
+            layouts = _layout(theirs), _layout(their_scale)
+            recipe = Recipe(form, shared, *keys, shape, values_at, scale_at, layouts)
+    return recipe if _agree(recipe is not None, weight.device, all_reduce_max) else None
+
+
+def _find_place(mine: torch.Tensor, theirs: torch.Tensor) -> Placement | None:
+    """Return the place of each element of `mine`, of three dimensions, in a tensor of the kernel."""
+    if theirs.numel() != mine.numel() or theirs.dim() > mine.dim():
+        return None
+    if theirs.is_contiguous() and (found := find_placement(mine, theirs.view(mine.shape), _BITS)) is not None:
+        return found
+    return find_placement(mine, theirs[(None,) * (mine.dim() - theirs.dim())], _BITS)
+
+
+def _run(form: AnyForm, job: Job, share: AllReduceMax | None) -> bool:
+    """Quantise, and return whether the device could."""
     try:
-        RowQuantiser(recipe.form, jobs, all_reduce_max if recipe.shared else None).run()
-        differs = not all(same_contents(tensor, processed[key]) for key, tensor in mine.items())
+        RowQuantiser(form, [job], share).run()
     except Exception:
-        shape = tuple(loaded[recipe.weight].shape)
+        shape = tuple(job.values.shape)
         logger.warning("weights of shape %s are reloaded: they cannot be quantised here", shape, exc_info=True)
-        differs = True
+        return False
+    return True
+
+
+def _agree(mine: bool, device: torch.device, all_reduce_max: AllReduceMax | None) -> bool:
+    """Return whether the answer of all workers is yes."""
     if all_reduce_max is None:
-        return not differs
-    doubt = torch.tensor([float(differs)], device=loaded[recipe.weight].device)
+        return mine
+    doubt = torch.tensor([float(not mine)], device=device)
     all_reduce_max(doubt)
     return not doubt.item()
 
 
-def rows_of(op: CopyOp, source: torch.Tensor, weight: torch.Tensor, device: torch.device) -> Rows | None:
-    """Return the rows of a `weight` that `op` would copy into it from `source`, a view of received memory.
-
-    None unless these are whole dense rows in the weight's dtype on `device`, the device of the job.
-    """
-    columns = weight.shape[1]
-    is_dense = source.dim() == 2 and source.shape[1] == columns and source.stride(1) == 1
-    is_readable = is_dense and source.dtype == weight.dtype and source.device == device
-    is_placed = op.dst_stride in ((columns, 1), (0, 1)) and op.dst_offset % columns == 0
-    return (op.dst_offset // columns, source) if is_readable and is_placed else None
+def _shape(weight: torch.Tensor) -> Shape:
+    """Return the shape of a weight as matrices."""
+    matrices = weight.shape[0] if weight.dim() == 3 else 1
+    return matrices, weight.shape[-2], weight.shape[-1]
 
 
-def _candidate(loaded: Tensors, gone: Sequence[str], new: Tensors) -> Recipe | None:
-    """Return the only possible recipe for these tensors, by shapes and dtypes. All workers find the same one."""
-    values = [key for key, tensor in new.items() if tensor.dtype in _PER_ROW]
-    scales = [key for key in new if key not in values]
-    if len(gone) != 1 or len(values) != 1 or len(scales) != 1:
-        return None
-    weight, value, scale = loaded[gone[0]], new[values[0]], new[scales[0]]
-    if weight.dim() != 2 or weight.dtype not in _WIDE or weight.shape[1] > MAX_COLUMNS or scale.dtype != torch.float32:
-        return None
-    rows = _dense_rows(value)
-    if rows is None or rows.shape != weight.shape or not scale.is_contiguous():
-        return None
-    if scale.numel() == len(weight) > 1:
-        form = _PER_ROW[value.dtype]
-    elif scale.numel() == 1 and value.dtype == torch.float8_e4m3fn:
-        form = fp8_per_tensor
-    else:
-        return None
-    return Recipe(form, False, gone[0], values[0], scales[0], (_layout(value), _layout(scale)))
-
-
-def _dense_rows(values: torch.Tensor) -> torch.Tensor | None:
-    """Return a 2-D tensor, or its transpose, such that rows are contiguous."""
-    if values.dim() != 2:
-        return None
-    return next((view for view in (values, values.t()) if view.stride(1) == 1), None)
+def _at(live: torch.Tensor, place: Placement, shape: Shape) -> torch.Tensor:
+    """Return a live tensor in the loader's order, apart from swapped halves, as a view."""
+    return live.data.as_strided(shape, place.stride)
 
 
 def same_contents(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

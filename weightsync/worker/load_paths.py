@@ -11,27 +11,41 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from weightsync.errors import ProtocolError
 from weightsync.kernels.copies import BatchedCopy, Copy
-from weightsync.kernels.quantize import Form
-from weightsync.kernels.rows import Job, RowQuantiser
+from weightsync.kernels.rows import Job, Piece, RowQuantiser
 from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
 from weightsync.planning.regular_copies import join_regular
 from weightsync.transports.base import TransportReceiver, strided
 from weightsync.worker.checkpoint_quantize import quantised
 from weightsync.worker.engine_model import DRAFTER, EngineModel
-from weightsync.worker.fused_quantize import Recipe, Rows, rows_of
+from weightsync.worker.fused_quantize import AnyForm, Recipe, pieces_of
 from weightsync.worker.load_planner import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.worker.module_groups import LiveTensor, ModuleGroup, live_tensor, parameters_of
 from weightsync.worker.reload import Reload
 from weightsync.worker.trace import named_tensors, paddings
 
+_Unit = TypeVar("_Unit", "ModuleGroup", "Weight")
+
 NO_CHUNK = -1
 """The last chunk of a group without travelling tensors: the loader makes it of nothing, or of empty tensors."""
+
+
+class Weight(NamedTuple):
+    """A weight of the load path `FUSED_QUANTIZE`."""
+
+    group: ModuleGroup
+    recipe: Recipe
+
+    @property
+    def param(self) -> str:
+        """The name of its parameter."""
+        return self.group.param(self.recipe.weight)
 
 
 class Arrivals:
@@ -40,8 +54,8 @@ class Arrivals:
     ops: the copies into each parameter, without parameters loaded by the engine's loader itself.
     whole_ops: the copies to put each tensor for the engine's loader together.
     copy_programs: the most programs of a GPU that copy out of chunks at once.
-    last_chunk: the chunk that completes each group, `NO_CHUNK` for a group without needs. `agree_on_last_chunks` sets
-    it.
+    last_chunk: the chunk that completes each group, or each weight to quantise. `NO_CHUNK` for a group without needs.
+        `agree_on_last_chunks` sets it.
     """
 
     def __init__(
@@ -66,7 +80,11 @@ class Arrivals:
         self.copy_programs = source.copy_programs
         self.ops = _by_param(copy_ops(self._direct_copies(), locations, nearest))
         self.whole_ops = _by_param(copy_ops(self._whole_copies(), locations, nearest))
-        self._needed = {group: self._needs(group, path) for group, path in traced.load_path.items()}
+        self.weights = [Weight(group, recipe) for group in self.groups(FUSED_QUANTIZE) for recipe in group.recipes]
+        self._needed: dict[ModuleGroup | Weight, Sequence[CopyOp]] = {
+            group: self._needs(group, path) for group, path in traced.load_path.items() if path != FUSED_QUANTIZE
+        }
+        self._needed |= {weight: self.ops.get(weight.param, ()) for weight in self.weights}
         _refuse_torn(self._needed, len(locations) - frozen)
 
     def chunks(self, is_first: bool) -> range:
@@ -119,18 +137,18 @@ class Arrivals:
         """Return the chunks in whose loading workers may wait for each other, the same on all workers."""
         if self.model.all_reduce_max is None:
             return set()
-        shared = {chunk for group, chunk in self.last_chunk.items() if group.recipe and group.recipe.shared}
+        shared = {self.last_chunk[weight] for weight in self.weights if weight.recipe.shared}
         return shared | {self.last_chunk[group] for path in (RELOAD, NATIVE_LOADER) for group in self.groups(path)}
 
     def groups(self, path: str) -> list[ModuleGroup]:
         """Return the groups of a load path, in the model's order."""
         return [group for group, own in self.traced.load_path.items() if own == path]
 
-    def due(self, groups: Iterable[ModuleGroup]) -> dict[int, list[ModuleGroup]]:
-        """Return the groups by their last chunks."""
-        found: dict[int, list[ModuleGroup]] = defaultdict(list)
-        for group in groups:
-            found[self.last_chunk[group]].append(group)
+    def due(self, units: Iterable[_Unit]) -> dict[int, list[_Unit]]:
+        """Return groups, or weights, by their last chunks."""
+        found: dict[int, list[_Unit]] = defaultdict(list)
+        for unit in units:
+            found[self.last_chunk[unit]].append(unit)
         return found
 
     def view(self, op: CopyOp) -> torch.Tensor:
@@ -145,8 +163,9 @@ def _by_param(ops: Iterable[CopyOp]) -> dict[str, list[CopyOp]]:
     return dict(found)
 
 
-def _refuse_torn(needs: Mapping[ModuleGroup, Sequence[CopyOp]], first_frozen: int) -> None:
-    for group, ops in needs.items():
+def _refuse_torn(needs: Mapping[ModuleGroup | Weight, Sequence[CopyOp]], first_frozen: int) -> None:
+    for unit, ops in needs.items():
+        group = unit.group if isinstance(unit, Weight) else unit
         late = {op.name for op in ops if op.chunk >= first_frozen}
         if late and any(op.chunk < first_frozen for op in ops):
             raise ProtocolError(
@@ -240,8 +259,8 @@ class InPlace(LoadPath):
 class FusedQuantize(LoadPath):
     """Quantisation of weights straight from received memory.
 
-    A weight is put together first in two cases: its rows do not come whole, or rows with one scale come in several
-    chunks.
+    A weight is put together first in two cases. Its rows or blocks do not come whole, or rows with one scale come in
+    several chunks.
     """
 
     name = FUSED_QUANTIZE
@@ -249,39 +268,38 @@ class FusedQuantize(LoadPath):
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
         self._loaded = named_tensors(self._model.pristine())
-        ops = {group: self._arrivals.ops.get(group.weight, ()) for group in self._groups}
-        self._views = {group: [(op, self._arrivals.view(op)) for op in own] for group, own in ops.items()}
-        self._rows = {
-            group: [rows_of(op, seen, self._loaded[group.weight], self._model.device) for op, seen in those]
-            for group, those in self._views.items()
-        }
+        self._views: dict[Weight, list[tuple[CopyOp, torch.Tensor]]] = {}
+        self._pieces: dict[Weight, list[list[Piece] | None]] = {}
+        for weight in arrivals.weights:
+            like = torch.empty(0, dtype=self._loaded[weight.param].dtype, device=self._model.device)
+            seen = [(op, arrivals.view(op)) for op in join_regular(arrivals.ops.get(weight.param, ()))]
+            self._views[weight] = seen
+            self._pieces[weight] = [pieces_of(op, view, weight.recipe.shape, like) for op, view in seen]
 
     def bind(self) -> None:
-        views, rows = self._views, self._rows
-        direct = self._agree({group for group in self._groups if self._is_direct(group, views[group], rows[group])})
-        jobs: dict[int, dict[tuple[Form, bool], list[Job]]] = defaultdict(lambda: defaultdict(list))
+        direct = self._agree({weight for weight in self._views if self._is_direct(weight)})
+        jobs: dict[int, dict[tuple[AnyForm, bool], list[Job]]] = defaultdict(lambda: defaultdict(list))
         self._nbytes: Counter[int] = Counter()
-        self._pieces: dict[int, list[_Piece]] = defaultdict(list)
-        for group, those in views.items():
-            shards: dict[int, list[Rows]] = defaultdict(list)
-            for (op, seen), own in zip(those, rows[group], strict=True):
+        self._parts: dict[int, list[tuple[Weight, CopyOp, torch.Tensor]]] = defaultdict(list)
+        for weight, those in self._views.items():
+            found: dict[int, list[Piece]] = defaultdict(list)
+            for (op, seen), pieces in zip(those, self._pieces[weight], strict=True):
                 self._nbytes[op.chunk] += seen.numel() * seen.element_size()
-                if group not in direct:
-                    self._pieces[op.chunk].append((group, op, seen))
-                elif own is not None:
-                    shards[op.chunk].append(own)
-            for chunk, found in shards.items():
-                recipe, own_jobs = self._jobs(group, found)
-                jobs[chunk][recipe.form, recipe.shared] += own_jobs
-        self._due = self._arrivals.due(group for group in views if group not in direct)
+                if weight not in direct:
+                    self._parts[op.chunk].append((weight, op, seen))
+                elif pieces is not None:
+                    found[op.chunk] += pieces
+            for chunk, own in found.items():
+                jobs[chunk][weight.recipe.form, weight.recipe.shared].append(self._job(weight, own))
+        self._due = self._arrivals.due(weight for weight in self._views if weight not in direct)
         self._quantisers = {
             chunk: [self._quantiser(form, shared, those) for (form, shared), those in of_chunk.items()]
             for chunk, of_chunk in jobs.items()
         }
-        self._fresh: dict[ModuleGroup, torch.Tensor] = {}
+        self._fresh: dict[Weight, torch.Tensor] = {}
 
     def blocking(self) -> Iterable[int]:
-        return {*self._pieces, *self._due}  # pieces allocate memory, and the driver may wait for the whole GPU to do so
+        return {*self._parts, *self._due}  # parts allocate memory, and the driver may wait for the whole GPU to do so
 
     def begin(self, first: bool) -> None:
         self._fresh.clear()
@@ -289,52 +307,52 @@ class FusedQuantize(LoadPath):
     def load(self, chunk: int) -> int:
         for quantiser in self._quantisers.get(chunk, ()):
             quantiser.run()
-        for group, op, seen in self._pieces.get(chunk, ()):
-            torch.as_strided(self._weight(group), op.size, op.dst_stride, op.dst_offset).copy_(seen)
-        for group in self._due.get(chunk, ()):
-            recipe, jobs = self._jobs(group, [(0, self._weight(group))])
-            self._quantiser(recipe.form, recipe.shared, jobs).run()
-            del self._fresh[group]
+        for weight, op, seen in self._parts.get(chunk, ()):
+            torch.as_strided(self.put_together(weight), op.size, op.dst_stride, op.dst_offset).copy_(seen)
+        for weight in self._due.get(chunk, ()):
+            whole = Piece(0, 0, self.put_together(weight).view(weight.recipe.shape))
+            self._quantiser(weight.recipe.form, weight.recipe.shared, [self._job(weight, [whole])]).run()
+            del self._fresh[weight]
         return self._nbytes[chunk]
 
     def unfinished(self) -> list[str]:
-        return [group.names[0] for group in self._fresh]
+        return [weight.param for weight in self._fresh]
 
-    def _weight(self, group: ModuleGroup) -> torch.Tensor:
-        """Return the weight being put together for this group."""
-        if group not in self._fresh:
-            weight = self._loaded[group.weight]
-            self._fresh[group] = torch.empty_strided(
-                weight.shape, weight.stride(), dtype=weight.dtype, device=self._model.device
-            )
-            for fill in self._arrivals.traced.fills.get(group.weight, ()):
-                fill.apply(self._fresh[group])
-        return self._fresh[group]
+    def put_together(self, weight: Weight) -> torch.Tensor:
+        """Return the memory in which this weight is put together."""
+        if weight not in self._fresh:
+            loaded = self._loaded[weight.param]
+            self._fresh[weight] = torch.empty(loaded.shape, dtype=loaded.dtype, device=self._model.device)
+            for fill in self._arrivals.traced.fills.get(weight.param, ()):
+                fill.apply(self._fresh[weight])
+        return self._fresh[weight]
 
-    def _jobs(self, group: ModuleGroup, rows: Sequence[Rows]) -> tuple[Recipe, list[Job]]:
-        assert group.recipe is not None
-        return group.recipe, group.recipe.jobs(dict(parameters_of(group.live[0])), rows)
+    def _job(self, weight: Weight, pieces: Sequence[Piece]) -> Job:
+        return weight.recipe.job(dict(parameters_of(weight.group.live[0])), pieces)
 
-    def _quantiser(self, form: Form, shared: bool, jobs: Sequence[Job]) -> RowQuantiser:
+    def _quantiser(self, form: AnyForm, shared: bool, jobs: Sequence[Job]) -> RowQuantiser:
         return RowQuantiser(form, jobs, self._model.all_reduce_max if shared else None)
 
-    def _is_direct(
-        self, group: ModuleGroup, views: Sequence[tuple[CopyOp, torch.Tensor]], rows: Sequence[Rows | None]
-    ) -> bool:
-        assert group.recipe is not None
-        count = sum(len(own[1]) for own in rows if own is not None)
-        is_whole = None not in rows and count == len(self._loaded[group.weight])
-        last = self._arrivals.last_chunk[group]
-        return is_whole and (group.recipe.row_by_row or all(op.chunk == last for op, _ in views))
+    def _is_direct(self, weight: Weight) -> bool:
+        """Return whether a weight can be quantised out of the chunks."""
+        recipe = weight.recipe
+        whole = [piece for pieces in self._pieces[weight] if pieces is not None for piece in pieces]
+        matrices, rows, _ = recipe.shape
+        if None in self._pieces[weight] or sum(len(p.source) * p.source.shape[1] for p in whole) != matrices * rows:
+            return False
+        if recipe.height is not None:
+            return all(recipe.can_cut(piece.row, piece.source.shape[1]) for piece in whole)
+        chunks = {op.chunk for op, _ in self._views[weight]}
+        return len(chunks) == 1 and (not recipe.shared or chunks == {self._arrivals.last_chunk[weight]})
 
-    def _agree(self, direct: set[ModuleGroup]) -> set[ModuleGroup]:
-        """Leave out groups put together first on another worker: all workers must exchange the same scales."""
-        shared = [group for group in self._groups if group.recipe is not None and group.recipe.shared]
+    def _agree(self, direct: set[Weight]) -> set[Weight]:
+        """Leave out weights put together first on another worker: all workers must exchange the same scales."""
+        shared = [weight for weight in self._views if weight.recipe.shared]
         if not shared or self._model.all_reduce_max is None:
             return direct
-        doubts = torch.tensor([float(group not in direct) for group in shared], device=self._model.device)
+        doubts = torch.tensor([float(weight not in direct) for weight in shared], device=self._model.device)
         self._model.all_reduce_max(doubts)
-        return direct - {group for group, doubt in zip(shared, doubts.tolist(), strict=True) if doubt}
+        return direct - {weight for weight, doubt in zip(shared, doubts.tolist(), strict=True) if doubt}
 
 
 class _Reloading(LoadPath):

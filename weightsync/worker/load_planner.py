@@ -253,7 +253,7 @@ def _load_paths(groups: Sequence[ModuleGroup], computed: set[ModuleGroup]) -> di
             return NATIVE_LOADER
         if group.in_place:
             return IN_PLACE
-        return RELOAD if group.recipe is None else FUSED_QUANTIZE
+        return FUSED_QUANTIZE if group.recipes else RELOAD
 
     return {group: path(group) for group in groups}
 

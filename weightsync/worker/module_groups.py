@@ -25,7 +25,7 @@ class ModuleGroup:
     params: the names of their parameters, each once.
     in_place: post-processing leaves loaded parameters as they are, or only rearranges them.
     placements: by parameter, the arrangement where it is another one than the loader's.
-    recipe: post-processing only quantises one weight, in this way.
+    recipes: post-processing only quantises weights, in these ways.
     changed: the attributes set by post-processing, for each part of each module.
     opaque: one of these attributes holds an object made from the weights. No copy can fill it again.
     keep_alive: objects that an opaque group's kernels may point to.
@@ -37,15 +37,10 @@ class ModuleGroup:
     params: list[str]
     in_place: bool = False
     placements: dict[str, Placement] = field(default_factory=dict)
-    recipe: Recipe | None = None
+    recipes: tuple[Recipe, ...] = ()
     changed: list[list[str]] = field(default_factory=list)
     opaque: bool = False
     keep_alive: Any = None
-
-    @property
-    def weight(self) -> str:
-        """The name of the parameter quantised by `recipe`, "" without a recipe."""
-        return "" if self.recipe is None else self.param(self.recipe.weight)
 
     def param(self, key: str) -> str:
         """Return the name of the first module's parameter `key`. The root module has no name."""
@@ -53,7 +48,8 @@ class ModuleGroup:
 
     def takes_in_place(self, param: str) -> bool:
         """Return whether bytes for `param`, one of `params`, are copied into the live parameter."""
-        return self.in_place or (self.recipe is not None and param != self.weight)
+        quantised = [self.param(recipe.weight) for recipe in self.recipes]
+        return self.in_place or (bool(quantised) and param not in quantised)
 
     def pristine_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the never loaded modules, each once, in the order of `params`."""

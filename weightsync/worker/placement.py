@@ -17,8 +17,8 @@ from weightsync.planning.layout import Box, LoadCopy, row_major
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_DIMS = 3
 _STRIP_ELEMENTS = 1 << 24
-_LEAST_ELEMENTS = 64
-"""Fewer random elements of 8 bits could be equal by chance."""
+_LEAST_BITS = 64
+"""Fewer random bits could be equal by chance."""
 
 
 class Placement(NamedTuple):
@@ -39,10 +39,11 @@ class Placement(NamedTuple):
         return sum(n * step for n, step in zip(moved, self.stride, strict=True))
 
 
-def find_placement(loaded: torch.Tensor, processed: torch.Tensor) -> Placement | None:
+def find_placement(loaded: torch.Tensor, processed: torch.Tensor, bits: int = 1) -> Placement | None:
     """Return where post-processing has put each element of `loaded`. None: it did more than rearrange them.
 
-    The contents must be random, and of two runs with other contents the placements must be equal.
+    The contents must be random, at least `bits` of each element. Of two runs with other contents the placements must be
+    equal.
     """
     alike = processed.dtype == loaded.dtype and processed.numel() == loaded.numel() and not processed.storage_offset()
     if not alike or processed.dim() != loaded.dim() or loaded.dim() > _MOST_DIMS or not loaded.is_contiguous():
@@ -55,7 +56,7 @@ def find_placement(loaded: torch.Tensor, processed: torch.Tensor) -> Placement |
             continue
         for swapped in (None, *(d for d, size in enumerate(loaded.shape) if size and size % 2 == 0)):
             is_plain = swapped is None and axes == tuple(range(loaded.dim()))
-            if (is_plain or loaded.numel() >= _LEAST_ELEMENTS) and _has_moved(loaded, view, swapped):
+            if (is_plain or loaded.numel() * bits >= _LEAST_BITS) and _has_moved(loaded, view, swapped):
                 return Placement(tuple(view.stride()), swapped)
     return None
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from weightsync.errors import UnsupportedError
 from weightsync.worker.engine_model import EngineModel
-from weightsync.worker.fused_quantize import Recipe, find_recipe, holds, same_contents
+from weightsync.worker.fused_quantize import Recipe, find_recipes, holds, same_contents
 from weightsync.worker.module_groups import ModuleGroup, parameters_of
 from weightsync.worker.placement import Placement, find_placement
 from weightsync.worker.reachable import children_of, diff_objects, same_layout
@@ -46,8 +46,8 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
         )
         if group.in_place:
             group.placements = {group.param(key): own for key, own in verdict.placements.items()}
-        if verdict.recipe is not None and verdict.recipe.fits(dict(parameters_of(group.live[0]))):
-            group.recipe = verdict.recipe
+        if all(recipe.fits(dict(parameters_of(group.live[0]))) for recipe in verdict.recipes):
+            group.recipes = verdict.recipes
         if not group.in_place and verdict.opaque and model.device.type != "cpu":
             unsafe.append(f"{group.names[0]} ({', '.join(verdict.opaque)})")
     if unsafe:
@@ -64,14 +64,14 @@ class _Verdict:
 
     left: each module's parameters, without memory, in the layouts that in-place loading needs. None: it is incorrect.
     placements: the rearranged ones among them, of a single module.
-    recipe: post-processing only quantised the weight of a single module, in this way.
+    recipes: post-processing only quantised the weights of a single module, in these ways.
     changed: the attributes set by it, for each part.
     opaque: objects made from the weights. A reload could not fill them again.
     """
 
     left: Sequence[Mapping[str, torch.Tensor]] | None
     placements: Mapping[str, Placement]
-    recipe: Recipe | None
+    recipes: tuple[Recipe, ...]
     changed: list[list[str]]
     opaque: list[str]
 
@@ -91,33 +91,45 @@ def _signature(group: ModuleGroup, model: EngineModel) -> Any:
 
 
 def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
-    all_reduce_max = model.all_reduce_max
     first = _Attempt(group, model)
     opaque: list[str] = []
-    placements = first.placements
+    is_bare, placements = not first.made, first.placements
     if any(first.changed) or placements:
-        # Objects made from other weights must differ in their tensors alone, and hold no table of addresses.
-        second = _Attempt(group, model, other_seed=1_000_003)
-        own = {id(part) for module in group.pristine for part in model.parts(module)}
-        opaque = diff_objects(first.left, second.left, "", own).differ
-        made = diff_objects(first.made, second.made, "", own)
-        opaque += made.closed
-        opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
-        placements = placements if placements == second.placements else {}
-    recipe = None
-    touched_more = first.same or first.made or opaque or group.pristine[0]._buffers or len(group.pristine) > 1
-    if not touched_more and (recipe := find_recipe(first.loaded, first.processed, all_reduce_max)) is not None:
+        is_bare, opaque, placements = _compare(first, _Attempt(group, model, other_seed=1_000_003), group, model)
+    recipes: tuple[Recipe, ...] = ()
+    if is_bare and not opaque and not first.same and first.keeps_buffers and len(group.pristine) == 1:
+        recipes = find_recipes(first.loaded, first.processed, model.all_reduce_max)
         # Weights of about 1e-6 fall below the lower bound that a kernel may set for scales. Weights of 0.0 need the
         # kernel's scale for a row of zeros. The generator keeps one attempt in memory at a time.
-        small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0))
-        if not all(holds(recipe, attempt.loaded, attempt.processed, all_reduce_max) for attempt in small):
-            recipe = None
+        small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0) if recipes)
+        for attempt in small:
+            if not all(holds(each, attempt.loaded, attempt.processed, model.all_reduce_max) for each in recipes):
+                recipes = ()
     left: list[dict[str, nn.Parameter]] | list[dict[str, torch.Tensor]] | None = None
-    if not first.made and not opaque and (first.same or placements):
+    if is_bare and not opaque and (first.same or placements):
         left = (
             [dict(parameters_of(module)) for module in group.pristine] if first.same else [_laid_out(first.processed)]
         )
-    return _Verdict(left, placements if left else {}, recipe, first.changed, opaque)
+    return _Verdict(left, placements if left else {}, recipes, first.changed, opaque)
+
+
+def _compare(
+    first: _Attempt, second: _Attempt, group: ModuleGroup, model: EngineModel
+) -> tuple[bool, list[str], dict[str, Placement]]:
+    """Compare two attempts with other weights.
+
+    Objects made in them must differ in their tensors alone, and hold no table of addresses.
+
+    Returns whether the made objects hold nothing of the weights but the parameters themselves, the opaque objects, and
+    the placements of both.
+    """
+    own = {id(part) for module in group.pristine for part in model.parts(module)}
+    made = diff_objects(first.made, second.made, "", own)
+    opaque = diff_objects(first.left, second.left, "", own).differ + made.closed
+    opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
+    others = [(a, b) for _, a, b in made.tensors if a.untyped_storage().data_ptr() not in first.known]
+    is_bare = all(same_contents(a, b) for a, b in others)
+    return is_bare, opaque, first.placements if first.placements == second.placements else {}
 
 
 class _Attempt:
@@ -125,9 +137,11 @@ class _Attempt:
 
     size: the factor of the weights, which are normal with a standard deviation of 1.
     same: the parameters have their layout and contents, and the buffers are the same objects.
+    keeps_buffers: the buffers are the same objects.
     placements: the arrangement of each parameter of a single module, if post-processing only rearranges them.
     changed: the attributes set by it, for each part. `left` has their values.
-    made: the attributes among them with an object made from the weights.
+    made: the attributes among them with an object made in it.
+    known: the addresses of the parameters' storages after it.
     loaded, processed: the first module's parameters before and after.
     """
 
@@ -156,17 +170,20 @@ class _Attempt:
             ]
             # vLLM may register a new parameter over the same memory, and may also copy.
             processed = [dict(parameters_of(module)) for module in group.pristine]
-            known = {param.untyped_storage().data_ptr() for those in processed for param in those.values()}
+            self.known = {param.untyped_storage().data_ptr() for those in processed for param in those.values()}
             own = {id(part) for part in holders}
             self.made = {
-                key: value for left in self.left for key, value in left.items() if not _is_weightless(value, known, own)
+                key: value
+                for left in self.left
+                for key, value in left.items()
+                if not _is_weightless(value, self.known, own)
             }
-            kept = [
+            self.keeps_buffers = all(
                 module._buffers.keys() == those.keys() and all(module._buffers[key] is those[key] for key in those)
                 for module, those in zip(group.pristine, buffers, strict=True)
-            ]
-            self.same = all(kept) and all(map(_are_as_loaded, processed, loaded))
-            is_rearranged = all(kept) and not self.same and len(loaded) == 1
+            )
+            self.same = self.keeps_buffers and all(map(_are_as_loaded, processed, loaded))
+            is_rearranged = self.keeps_buffers and not self.same and len(loaded) == 1
             self.placements = _find_placements(processed[0], loaded[0]) if is_rearranged else {}
             self.loaded = loaded[0]
             self.processed = {key: param.detach() for key, param in processed[0].items()}
@@ -212,6 +229,7 @@ def _randomise(tensor: torch.Tensor, seed: int, size: float) -> None:
             _bytes(tensor).random_(0, 2, generator=generator)
             return
         data = tensor.data.normal_(generator=generator)
+        data = data.flatten(0, -2) if data.dim() > 2 and data.is_contiguous() else data
         if data.dim() == 2 and data.shape[1] > 2:
             for rows in data.split(max(1, _STRIP_ELEMENTS // data.shape[1])):
                 largest = rows.abs().amax(dim=1, keepdim=True).float()
