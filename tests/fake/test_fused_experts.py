@@ -233,3 +233,32 @@ def test_a_few_jobs_take_all_experts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused_quantize.Recipe, "job", job)
     trainer.connect()
     assert seen == [1, 1]
+
+
+class Two(nn.Module):
+    """Two modules of experts, with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+        self.second.experts.is_second = True
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.first.load_weights([(name, tensor)])
+            self.second.load_weights([(name, tensor)])
+
+
+@pytest.mark.parametrize("form", [fp8_per_block, fp8_per_channel], ids=["fp8 per block", "fp8 per channel"])
+def test_a_form_of_blocks_that_one_module_refuses_serves_no_other_one(form: Form | BlockForm):
+    """A module with few weights may not tell such forms apart, and an engine has one function for all modules."""
+
+    def process(module: nn.Module) -> None:
+        quantise(form, one_value_lost if hasattr(module, "is_second") else as_they_are, module)
+
+    host = ModuleHost(Two, checkpoint(0), process)
+    trainer = MemoryTrainer(host, tensors=checkpoint(1))
+    quantised = {FUSED_QUANTIZE: 1, RELOAD: 1} if form is fp8_per_channel else {RELOAD: 2}
+    assert trainer.load_paths == {**quantised, IN_PLACE: 2}
+    trainer.push()
+    assert_same_model(host.live, ModuleHost(Two, checkpoint(1), process).live)

@@ -343,7 +343,7 @@ def test_a_recipe_is_found_for_one_weight_and_its_scale_alone(form: Form):
     weight, bias = torch.randn(12, 6), torch.randn(12)
     values, scale = form(weight)
     loaded, processed = {"weight": weight, "bias": bias}, {"weight": values, "bias": bias, "weight_scale": scale}
-    (recipe,) = find_recipes(loaded, processed, None)
+    (recipe,) = find_recipes(loaded, processed, None, set())
     assert (recipe.form, recipe.weight, recipe.scale) == (form, "weight", "weight_scale")
     assert recipe.fits(processed)
     assert not recipe.fits({**processed, "weight": values.t()})
@@ -354,4 +354,4 @@ def test_a_recipe_is_found_for_one_weight_and_its_scale_alone(form: Form):
         {**processed, "weight_scale": scale * 2},
         loaded,
     ]
-    assert [find_recipes(loaded, other, None) for other in others] == [()] * 5
+    assert [find_recipes(loaded, other, None, set()) for other in others] == [()] * 5

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SCALES = ("_scale", "_scale_inv")
 """The endings of a scale's key, after the key of its weight."""
-_BITS = 4
+_BITS = 8
 """Random bits of a value, or of a scale, made from random weights."""
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -101,29 +101,33 @@ class Recipe:
         return height is not None and row % height == 0 and (rows % height == 0 or row + rows == self.shape[1])
 
 
-def find_recipes(loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> tuple[Recipe, ...]:
+def find_recipes(
+    loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None, refused: set[AnyForm]
+) -> tuple[Recipe, ...]:
     """Return the recipes that turned a module's parameters from `loaded` into `processed`. (): no known forms do.
 
     With `all_reduce_max` this is collective among workers, and their answers agree. Give it if and only if there are
     several workers with different weights.
+
+    refused: forms of blocks with other bits than vLLM's in some module. vLLM has one function for all modules. More
+        forms are added.
     """
     new = {key for key, tensor in processed.items() if not same_contents(loaded.get(key), tensor)}
     gone = [key for key, tensor in loaded.items() if not same_contents(tensor, processed.get(key))]
     scales = {key: next((key + end for end in _SCALES if key + end in new), "") for key in gone}
-    found: list[Recipe] = []
     if new != {*scales, *scales.values()}:
         return ()
-    for weight, scale in scales.items():
-        keys = weight, scale
-        recipes = (
-            _find_recipe(form, shared, keys, loaded, processed, all_reduce_max)
-            for form in _forms(loaded[weight], processed[weight], processed[scale])
-            for shared in ([False, True] if all_reduce_max and isinstance(form, Form) else [False])
-        )
-        if (recipe := next((recipe for recipe in recipes if recipe is not None), None)) is None:
-            return ()
-        found.append(recipe)
-    return tuple(found)
+    found: list[Recipe] = []
+    for keys in scales.items():
+        for form, shared in _candidates(keys, loaded, processed, all_reduce_max is not None):
+            if form in refused:
+                continue
+            if (recipe := _find_recipe(form, shared, keys, loaded, processed, all_reduce_max)) is not None:
+                found.append(recipe)
+                break
+            if isinstance(form, BlockForm):
+                refused.add(form)
+    return tuple(found) if len(found) == len(scales) else ()
 
 
 def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: AllReduceMax | None) -> bool:
@@ -184,20 +188,25 @@ def _cut(source: torch.Tensor, first: int, rows: int) -> list[Piece] | None:
     return [Piece(*divmod(at, rows), part) for at, part in zip(starts, parts, strict=True) if part.numel()]
 
 
-def _forms(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> list[AnyForm]:
-    """Return the possible forms of these tensors, by shapes and dtypes. All workers find the same ones."""
-    is_known = weight.dtype in _WIDE and weight.dim() in (2, 3) and scale.dtype == torch.float32
-    is_known = is_known and weight.is_contiguous()
-    if not is_known or not weight.numel() or weight.shape[-1] > MAX_COLUMNS or values.numel() != weight.numel():
-        return []
-    blocks = block_forms if weight.is_cuda else (fp8_per_block,)
-    forms: dict[torch.dtype, tuple[AnyForm, ...]] = {
-        torch.float8_e4m3fn: (fp8_per_channel, fp8_per_tensor, *blocks),
-        torch.int8: (int8_per_channel,),
-    }
+def _candidates(
+    keys: tuple[str, str], loaded: Tensors, processed: Tensors, is_shared: bool
+) -> Iterator[tuple[AnyForm, bool]]:
+    """Yield the possible forms of a weight, by shapes and dtypes, and whether workers share its scales.
+
+    All workers find the same ones.
+    """
+    weight, values, scale = loaded[keys[0]], *(processed[key] for key in keys)
+    is_known = weight.dtype in _WIDE and weight.dim() in (2, 3) and weight.is_contiguous() and weight.numel()
+    is_known = is_known and scale.dtype == torch.float32 and values.numel() == weight.numel()
+    if not is_known or weight.shape[-1] > MAX_COLUMNS:
+        return
     matrices, rows, columns = _shape(weight)
-    found = forms.get(values.dtype, ())
-    return [form for form in found if scale.numel() == matrices * prod(form.scale_shape(rows, columns))]
+    blocks = block_forms if weight.is_cuda else (fp8_per_block,)
+    # One block has the scale of a whole matrix, but not the scale's number of dimensions.
+    floats = (*blocks, fp8_per_tensor) if scale.dim() == weight.dim() else (fp8_per_tensor, *blocks)
+    for form in (fp8_per_channel, int8_per_channel, *floats):
+        if form.dtype == values.dtype and scale.numel() == matrices * prod(form.scale_shape(rows, columns)):
+            yield from [(form, False), (form, True)] if is_shared and isinstance(form, Form) else [(form, False)]
 
 
 def _find_recipe(

@@ -16,7 +16,7 @@ from torch import nn
 
 from weightsync.errors import UnsupportedError
 from weightsync.worker.engine_model import EngineModel
-from weightsync.worker.fused_quantize import Recipe, find_recipes, holds, same_contents
+from weightsync.worker.fused_quantize import AnyForm, Recipe, find_recipes, holds, same_contents
 from weightsync.worker.module_groups import ModuleGroup, parameters_of
 from weightsync.worker.placement import Placement, find_placement
 from weightsync.worker.reachable import children_of, diff_objects, same_layout
@@ -33,10 +33,11 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
     """
     verdicts: dict[Any, _Verdict] = {}
     unsafe: list[str] = []
+    refused: set[AnyForm] = set()
     for group in groups:
         signature = _signature(group, model)
         if signature not in verdicts:
-            verdicts[signature] = _try_post_process(group, model)
+            verdicts[signature] = _try_post_process(group, model, refused)
         verdict = verdicts[signature]
         group.changed, group.opaque = verdict.changed, bool(verdict.opaque)
         group.in_place = verdict.left is not None and all(
@@ -50,6 +51,9 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
             group.recipes = verdict.recipes
         if not group.in_place and verdict.opaque and model.device.type != "cpu":
             unsafe.append(f"{group.names[0]} ({', '.join(verdict.opaque)})")
+    for group in groups:
+        if any(recipe.form in refused for recipe in group.recipes):
+            group.recipes = ()  # its weights were too few to tell the forms apart
     if unsafe:
         raise UnsupportedError(
             f"{len(unsafe)} modules keep weights inside kernel objects, and CUDA graphs have captured their "
@@ -90,7 +94,7 @@ def _signature(group: ModuleGroup, model: EngineModel) -> Any:
     )
 
 
-def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
+def _try_post_process(group: ModuleGroup, model: EngineModel, refused: set[AnyForm]) -> _Verdict:
     first = _Attempt(group, model)
     opaque: list[str] = []
     is_bare, placements = not first.made, first.placements
@@ -98,7 +102,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel) -> _Verdict:
         is_bare, opaque, placements = _compare(first, _Attempt(group, model, other_seed=1_000_003), group, model)
     recipes: tuple[Recipe, ...] = ()
     if is_bare and not opaque and not first.same and first.keeps_buffers and len(group.pristine) == 1:
-        recipes = find_recipes(first.loaded, first.processed, model.all_reduce_max)
+        recipes = find_recipes(first.loaded, first.processed, model.all_reduce_max, refused)
         # Weights of about 1e-6 fall below the lower bound that a kernel may set for scales. Weights of 0.0 need the
         # kernel's scale for a row of zeros. The generator keeps one attempt in memory at a time.
         small = (_Attempt(group, model, size=size) for size in (1e-6, 0.0) if recipes)
