@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import os
+import re
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from weightsync import (
     ManifestError,
     ModuleBucketer,
     PlacementError,
+    TensorSelection,
     UnsupportedError,
     WeightSync,
     WeightSyncError,
@@ -512,6 +515,36 @@ def test_a_model_that_does_not_fit_is_refused_and_the_engine_goes_on(pushes: int
             assert engine.log == []
         assert engine.version() == (str(pushes) if pushes else "default")
         assert all(torch.equal(tensor, before[name]) for name, tensor in host.live.state().items())
+
+
+class WholeEngineModel(nn.Module):
+    """A model with another one as its part, as in most checkpoints. Its parameters have other names than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = TinyEngineModel()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if not name.startswith("model."):
+                raise ValueError(f"There is no module or parameter named {name.partition('.')[0]!r}")
+            self.model.load_weights([(name.removeprefix("model."), tensor)])
+
+
+@pytest.mark.parametrize("prefix", ["", "policy.model.", "module._orig_mod.model."])
+def test_a_model_under_another_prefix_is_told_how_to_rename_it(prefix: str) -> None:
+    theirs = {f"model.{name}": tensor for name, tensor in checkpoint(1).items()}
+    ours = {prefix + name: tensor for name, tensor in checkpoint(2).items()}
+    host = ModuleHost(WholeEngineModel, theirs)
+    with closing(engine := FakeEngine(host)):
+        with pytest.raises(ManifestError, match=r"another prefix.*Nothing was written") as refused:
+            WeightSync("stream", engine=engine).push(ours)
+        assert refused.value.missing == [*theirs]
+        (text,) = re.findall(r"rename=(\{.*?\})", str(refused.value))
+        selection = TensorSelection(rename=ast.literal_eval(text))
+        with WeightSync("stream", engine=engine, selection=selection) as sync:
+            sync.push(ours)
+    assert all(map(torch.equal, host.live.parameters(), cold(checkpoint(2)).parameters()))
 
 
 def test_an_engine_stays_paused_and_marked_when_its_post_processing_fails() -> None:

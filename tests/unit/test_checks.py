@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 import pytest
 
-from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer
+from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer, TensorSelection
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.strategies.plan_checks import check_duplicates, check_plans, duplicates, make_buckets
@@ -50,15 +52,30 @@ def test_what_fits_is_no_problem():
 def test_a_part_of_the_model_is_recognised():
     part = [name.removeprefix("model.") for name in ENGINE if name.startswith("model.")]
     error = problem(manifest(*part))
-    assert 'All names lack "model.": push the whole model' in str(error)
+    assert "Push the whole model, not a part of it, or give WeightSync(selection=TensorSelection(" in str(error)
+    assert "rename={'^': 'model.'}" in str(error)
     assert "exclude" not in str(error), "to leave them out would not help"
     assert {*error.missing} == ENGINE
     assert {*error.unexpected} == {*part}
 
 
+@pytest.mark.parametrize("prefix", ["policy.", "policy.module.", "module._orig_mod.model."])
+def test_a_prefix_too_many_is_recognised_beside_a_head_of_another_name(prefix: str):
+    error = problem(manifest(*(prefix + name for name in ENGINE), "v_head.weight"))
+    (text,) = re.findall(r"rename=(\{.*?\})", str(error))
+    selection = TensorSelection(rename=ast.literal_eval(text))
+    assert {selection.renamed(prefix + name) for name in ENGINE} == ENGINE
+    assert "Push the model inside" in str(error)
+
+
+def test_a_wrapper_of_each_layer_is_recognised():
+    names = {name.replace("layers.", "layers._orig_mod.") for name in ENGINE}
+    assert r"rename={'_orig_mod\\.': ''}" in str(problem(manifest(*names)))
+
+
 def test_other_names_are_not_taken_for_a_part():
     error = problem(manifest("a", "embed.weight"))
-    assert "lack" not in str(error)
+    assert "rename" not in str(error)
     assert "exclude" not in str(error)
 
 

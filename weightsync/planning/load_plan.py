@@ -21,7 +21,7 @@ class LoadPlan(Struct, frozen=True):
     groups: names of the tensors in one engine parameter.
     reloads: tensor names of one module. When any of them changes, all must be pushed.
     missing: parts of the engine's parameters without a tensor.
-    hints: tensor names for these parts, guessed from other layers' names.
+    hints: tensor names for these parts, guessed from other layers' names, or with another prefix than the trainer's.
     load_paths: load path -> number of modules.
     left_out: tensors of a part of the model that the engine does not run.
     kept: parameters of a drafter without a tensor. They keep their values.

@@ -15,6 +15,7 @@ from weightsync.errors import ConfigError, ManifestError, first_few
 from weightsync.planning.bucketing import Bucket, Bucketer, never_resent, split
 from weightsync.planning.layout import Box, Manifest, connected, coverage, itemsize
 from weightsync.planning.load_plan import LoadPlan
+from weightsync.planning.prefixes import find_rename
 from weightsync.planning.wire_types import ReadRegions
 from weightsync.selection import TensorSelection
 
@@ -59,10 +60,26 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         missing = []
     if not (missing or unexpected or mismatched):
         return [name for name in manifest.names if name not in used]
-    reasons = [*_explain_missing(missing, manifest), *_explain_mismatched(mismatched, padded)]
-    reasons += _explain_unexpected(unexpected, missing, manifest, plans)
+    if not (reasons := [*_explain_prefix(unexpected, missing)]):
+        reasons += _explain_missing(missing, manifest)
+        reasons += _explain_unexpected(unexpected, missing, manifest, plans)
+    reasons += _explain_mismatched(mismatched, padded)
     text = f"the trainer's tensors do not fit the engine's model. {'. '.join(reasons)}. Nothing was written"
     raise ManifestError(text, missing=missing, unexpected=unexpected, mismatched=mismatched)
+
+
+def _explain_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
+    if not (unexpected and missing):
+        return
+    lacking = (name.removesuffix(one) for one in unexpected[:1] for name in missing if name.endswith(f".{one}"))
+    if (found := find_rename(unexpected, lacking, lambda new: missing)) is None:
+        return
+    rename, fitting = found
+    old, name = next(iter(fitting.items()))
+    advice = "Push the model inside" if len(old) > len(name) else "Push the whole model, not a part of it"
+    item = {rename.pattern: rename.replacement}
+    yield f"{len(fitting)} names have another prefix than in the engine's checkpoint, such as {old} for {name}"
+    yield f"{advice}, or give WeightSync(selection=TensorSelection(rename={item}))"
 
 
 def _explain_missing(missing: Sequence[str], manifest: Manifest) -> Iterator[str]:
@@ -94,9 +111,7 @@ def _explain_unexpected(
 ) -> Iterator[str]:
     if unexpected:
         yield f"Unexpected {len(unexpected)}: {first_few(unexpected)}"
-        if (prefix := _lacking(unexpected, missing)) is not None:
-            yield f'All names lack "{prefix}": push the whole model, not a part of it'
-        elif heads := _of_tied_shape(unexpected, manifest, plans):
+        if heads := _of_tied_shape(unexpected, manifest, plans):
             yield (
                 f"The engine ties its output layer to its embedding, and {heads[0]} may be the trainer's own output "
                 "layer. Start the engine with tie_word_embeddings=false in config.json, or with "
@@ -176,13 +191,6 @@ def _of_tied_shape(unexpected: Sequence[str], manifest: Manifest, plans: Sequenc
     """Return the unexpected tensors with the shape of a tied tensor. Several engine modules share a tied parameter."""
     shapes = {manifest[name].shape for plan in plans for name in plan.tied if name in manifest}
     return [name for name in unexpected if manifest[name].shape in shapes]
-
-
-def _lacking(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
-    """Return the prefix that turns all unexpected names into missing ones, or None."""
-    first, wanted = unexpected[0], {*missing}
-    prefixes = [name.removesuffix(first) for name in missing if name.endswith(f".{first}")]
-    return next((prefix for prefix in prefixes if all(prefix + name in wanted for name in unexpected)), None)
 
 
 def _absent_layers(missing: Sequence[str], manifest: Manifest) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from posixpath import commonpath
@@ -15,6 +15,7 @@ from torch import nn
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box, LoadCopy, Manifest, coverage, fuse_groups, itemsize
 from weightsync.planning.load_plan import LoadPlan
+from weightsync.planning.prefixes import find_rename
 from weightsync.worker.checkpoint_quantize import (
     QuantizedTensors,
     collapse,
@@ -35,7 +36,7 @@ from weightsync.worker.ties import (
     with_other_names,
     without,
 )
-from weightsync.worker.trace import Fill, Trace, named_tensors, trace_loader, uncovered, writers
+from weightsync.worker.trace import Feed, Fill, Trace, named_tensors, run_loader, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
 
@@ -124,7 +125,7 @@ class LoadPlanner:
             groups=[list(names) for names in fuse_groups(landed.copies)],
             reloads=[names for group, names in sources.items() if load_path[group] != IN_PLACE],
             missing=[_region(param, boxes, held) for param, boxes in missing.items()],
-            hints=_hints(landed, missing),
+            hints=_hints(landed, missing) or self._fitting_names(manifest, trace, missing),
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
             kept=[*kept, *self._model.unreachable_params],
@@ -212,6 +213,24 @@ class LoadPlanner:
             for name in manifest.names
             if name not in known and (name in passed or name.startswith(beginnings) or self._model.passes_over(name))
         ]
+
+    def _fitting_names(self, manifest: Manifest, trace: Trace, missing: Collection[str]) -> list[str]:
+        """Return the checkpoint names of tensors with a prefix too many or too few. Empty: the fault is another one."""
+        strangers = [meta.name for meta in manifest if meta.name not in _read(trace).union(trace.refused)]
+        if not (missing and strangers):
+            return []
+        pristine = self._model.pristine()
+
+        def find(new: Mapping[str, str]) -> set[str]:
+            feed = Feed([structs.replace(manifest[old], name=name) for old, name in new.items()])
+            try:
+                return _read(run_loader(pristine, partial(self._model.load_weights, pristine), feed, may_lack=True))
+            except Exception:  # the loader does not know a name
+                return set()
+
+        beginnings = [f"{child}." for child in dict.fromkeys(["model", *pristine._modules])]
+        found = find_rename(strangers, beginnings, find)
+        return [*found[1].values()] if found else []
 
     def locate(self) -> None:
         """Note the current addresses of the live tensors."""
