@@ -118,7 +118,7 @@ demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then 
 	@touch $@
 
 docs: .venv-docs/.installed ## Build the site into build/site. A dead link, or a page that no menu leads to, is an error.
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy.
 	$(PY) -m ruff check .

@@ -182,7 +182,7 @@ class SyncTimeoutError(WeightSyncError, TimeoutError):
 
 
 class ProtocolError(WeightSyncError, RuntimeError):
-    """A message that breaks docs/internals/wire.md, such as one with an unknown field, or a peer without the key."""
+    """A message that breaks the wire protocol, such as one with an unknown field, or a peer without the key."""
 
 
 class DigestError(WeightSyncError, RuntimeError):

@@ -241,4 +241,4 @@ def test_the_dashboard_and_the_page_name_every_metric_and_no_other() -> None:
     dashboard = json.loads((ROOT / "docs/operate/grafana.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert named_in(" ".join(queries)) == names()
-    assert named_in((ROOT / "docs/operate/monitoring.md").read_text()) == names()
+    assert named_in((ROOT / "docs/reference/metrics.md").read_text()) == names()

@@ -1,0 +1,53 @@
+"""The reference pages say what the code says. To write them: `WEIGHTSYNC_WRITE_DOCS=1 python -m pytest` this file."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from reference_pages import PAGES, PUBLIC, ROOT, definition, names_of
+
+import weightsync
+from weightsync import errors
+
+REFERENCE = ROOT / "docs/reference"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reference_page_is_what_the_code_says(name: str):
+    if name == "cli" and sys.version_info >= (3, 13):
+        pytest.skip("argparse lays out its help otherwise")
+    page, text = REFERENCE / f"{name}.md", PAGES[name]()
+    if os.environ.get("WEIGHTSYNC_WRITE_DOCS"):
+        page.write_text(text, encoding="utf-8")
+    said = page.read_text(encoding="utf-8")
+    assert said == text, f"{page} is stale: WEIGHTSYNC_WRITE_DOCS=1 python -m pytest {Path(__file__).name}"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_documented(module: str):
+    undocumented = [name for name in names_of(module) if not definition(module, name).text]
+    assert not undocumented
+
+
+def read(name: str) -> str:
+    return (REFERENCE / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_error_is_in_the_tree_and_has_a_row():
+    tree = re.search(r"^    WeightSyncError\n(?:    .*\n)+", inspect.cleandoc(errors.__doc__), re.MULTILINE)
+    assert tree
+    assert f"```text\n{textwrap.dedent(tree[0])}```" in read("errors")
+    classes = {name for name in weightsync.__all__ if name.endswith("Error")}
+    assert set(re.findall(r"^\| `(\w+Error)` \|", read("errors"), re.MULTILINE)) == classes - {"WeightSyncError"}
+
+
+def test_every_environment_variable_of_weightsync_is_listed():
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "weightsync").rglob("*.py"))
+    named = set(re.findall(r"\bWEIGHTSYNC_[A-Z_]+\b", code)) - {"WEIGHTSYNC_PARENT"}  # between our own processes
+    assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", read("environment"))) == named
