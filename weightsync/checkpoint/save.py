@@ -63,7 +63,8 @@ def save(
         backend: As for `WeightSync`.
         selection: The saved tensors, their names and dtypes. None: every tensor in the trainer's own dtype.
         max_shard_bytes: The most bytes of a file, as for `CheckpointTransport`.
-        config, generation_config: Objects with `save_pretrained`. None: those of a transformers model.
+        config: An object with `save_pretrained`. None: the config of a transformers model.
+        generation_config: The same for the generation config.
         tokenizer: An object with `save_pretrained`. None: no tokenizer is saved.
         timeout_s: The seconds of each wait.
 

@@ -33,7 +33,8 @@ class WorkerGroup:
     Args:
         where: A `ResourcePool`. Or another group: this group then uses the processes of that group.
         worker: The class of the workers. The name of the class is the name of the role.
-        *args, **kwargs: The arguments of `init_model`.
+        *args: The arguments of `init_model`.
+        **kwargs: The keyword arguments of `init_model`.
         timeout_s: The most seconds of each call, and of each collective between the workers. None: an hour. All roles
             of the processes share it, so only their first group takes a timeout.
 

@@ -64,8 +64,10 @@ class CheckpointTransport:
         restart: Whether a push restarts the engine from the saved version. A restart serves models and quantisations
             that a push refuses. The engine must be a `weightsync.engines.server.VllmServer`. Files have the trainer's
             dtypes, unless the selection has others.
-        config, generation_config, tokenizer: Objects with `save_pretrained`, for the files beside the weights. None: no
-            tokenizer, and a transformers model's own configs (with `quantize`: no configs).
+        config: An object with `save_pretrained`, for the files beside the weights. None: the config of a transformers
+            model (with `quantize`: no config).
+        generation_config: The same for the generation config.
+        tokenizer: An object with `save_pretrained`. None: no tokenizer.
 
     Raises:
         ConfigError: A number is below 1, or `config` is a model.
