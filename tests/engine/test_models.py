@@ -1,4 +1,4 @@
-"""The families of models that people train: pushed equals cold for each, and `docs/reference/models.md` says so.
+"""The families of models that people train: pushed equals cold for each, and `docs/evidence/families.md` says so.
 
 The document is what this module found. A run of all of it fails when the document says something else; to write it:
 
@@ -27,7 +27,7 @@ from weightsync.sources.fsdp import FsdpSource
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
 
-DOCUMENT = Path(__file__).parents[2] / "docs/reference/models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/evidence/families.md"
 
 
 @dataclass(frozen=True)
@@ -299,11 +299,10 @@ def document(packages: str) -> str:
         cells = [family.title, f"`{found.engine}`", "equal", two, experts, found.load_paths, family.notes]
         rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     table = "\n".join(rows)
-    return f"""# Models
+    return f"""# Families of models
 
 The families of models for which the tests show that a push is right. `tests/engine/test_models.py` writes this file and
-fails when it finds something else. [The registry](../evidence/registry.md) has what becomes of every other model of
-vLLM's, and for which of them pushed equals cold.
+fails when it finds something else. [Models](../reference/models.md) has every model of vLLM's in one table.
 
 Found with {packages}, on a CPU with {cpu()}.
 
@@ -319,94 +318,6 @@ Each model is a tiny random model of that family's class. The results do not dep
 
 {table}
 
-## Experts
-
-A transformers 5 model keeps all experts of a layer in one tensor, and its checkpoint does not. A push sends what the
-checkpoint has: it follows `save_pretrained`'s own conversion. Each expert's tensors are views of the fused shards, so
-nothing is copied for it. A trainer whose experts have tensors of their own is sent as it is.
-
-With `enable_expert_parallel` pushed equals cold for a Qwen3-MoE whose workers have unequal numbers of experts, with two
-workers and with two engine cores (`tests/engine/test_expert_parallel.py`). vLLM's engine for CPUs lacks functions for
-it, and the test adds them. For other families load plans show it.
-
-## Tied embeddings
-
-One memory serves the embedding and the output layer of an engine that ties them. vLLM decides at the start: by
-`tie_word_embeddings` of config.json, and by the output layer of the checkpoint, where it has one. It ties the two again
-when they are equal.
-
-| trainer | engine ties | engine does not |
-| --- | --- | --- |
-| ties | the one tensor fills both | the one tensor fills both |
-| has two equal tensors | they are compared in each push, and one travels | both travel |
-| has two that differ | `ManifestError`, and nothing is written | both travel |
-
-Two tensors of an iterator cannot be compared before the push, which is refused. To train an output layer of its own,
-start the engine with `tie_word_embeddings: false` in config.json or `hf_overrides`.
-
-## Checkpoints of the hub
-
-Pushed equals cold for engines and trainers that start from these forms (`tests/engine/test_hub_checkpoints.py`), after
-`load_format="dummy"` too: a stored output layer under a tied config (Qwen3-0.6B and 1.7B), tied without one
-(Qwen2.5-0.5B, Llama-3.2-1B, Gemma-3-1B), a tensor for each expert (Qwen3-30B-A3B, Mixtral), one more layer for
-multi-token prediction (DeepSeek-V3), older names (GPT-2, Qwen2.5-VL, Gemma 3 with pictures), shards with an index,
-norms in float32, other files beside, and FP8-dynamic with modules that are left as they are.
-
-A start with random weights also overwrites buffers that no checkpoint has. The first push gives them the values that
-their constructors compute, or is refused where there are none.
-
-## Vision-language models
-
-Pushed equals cold for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Gemma 3, LLaVA, LLaVA-OneVision and Mistral 3, whole, with their
-tower frozen, and with nothing but the tower trained. The engine is asked in words and about pictures, and
-`tests/engine/test_vision_language.py` compares every token and log-probability with an engine that was started cold.
-
-- The engine may lack a part that the trainer has. vLLM leaves a tower out when `limit_mm_per_prompt` allows nothing for
-  it. Of LLaVA's towers it runs no layer behind the one whose output is used. Push the whole model all the same. Such
-  tensors are not sent, and the log says so once.
-- Make the trainer's model by `from_pretrained`. With a SigLIP tower that was made from a config alone, names lack a
-  prefix that vLLM looks for, also in what `save_pretrained` writes.
-
-## Pooling models
-
-Embedding, classification and reward models take pushes too. A reranker that vLLM makes from a causal LM is refused.
-vLLM reads the `Dense` layers of a sentence-transformers checkpoint from its folder when it starts. A push does not
-reach these: after training them, start the engine anew.
-
-## Drafters
-
-An engine that was started with `speculative_config` may have a second model, which drafts tokens:
-
-| `method` | its drafter | a push |
-| --- | --- | --- |
-| `mtp` | layers of the model's own checkpoint | fills it too, by its own loader |
-| `eagle`, `eagle3` | a checkpoint of its own | fills it too, where the trainer has its tensors |
-| `medusa`, `draft_model` | a checkpoint of its own | leaves what is its own |
-| `ngram`, `suffix` | none | is as any other |
-
-A trainer may lack the layers of `mtp`, as transformers' own models do, and an EAGLE head. Such a drafter stays as it
-is, and the log says so once. A trainer that has a part of it is refused. A drafter that stays changes how many of its
-tokens are accepted, and not which are answered.
-
-An EAGLE head travels under the names of its own checkpoint with `drafter.` before them: make it the trainer's submodule
-`model.drafter`. vLLM's loader for EAGLE-3 drops `t2d` without a word, so leave it out by
-`TensorSelection(exclude=("*.t2d",))`. A head that is quantised, or that drafts in parallel, stays as it is.
-
-Tested with real engines, with equal answers and equal drafts: MiMo and DeepSeek-V3 with `mtp`, the latter from Megatron
-too; `eagle` and `eagle3` for Llama; `draft_model`; `ngram`, of which the answers were compared. GLM-4.5 with `mtp` was
-shown by its load plan.
-
-## Pipeline stages
-
-Each worker of an engine with `pipeline_parallel_size` takes the tensors of its own stage. Pushed equals cold for Qwen3
-and for a Llama with tied embeddings, in two stages.
-
-## State-space models and hybrids
-
-Pushed equals cold on a CPU for Falcon-H1, Granite 4, LFM2, Mamba 2, Nemotron-H, Qwen3-Next, Qwen3.5 and Zamba 2, as for
-[the rest of the registry](../evidence/registry.md#equal-answers). There vLLM itself fails to answer with
-Falcon Mamba, Jamba and Mamba, whose convolution it has packed. vLLM has no Bamba since 0.23.
-
 ## On a GPU
 
 With vLLM 0.26.0, transformers 5.17.0, CUDA graphs and a trainer in the engine's process, pushed equals cold for A, B
@@ -414,7 +325,7 @@ and A, with requests before, between and after.
 
 On H200s these are 70 families of the 83 that were tried
 ([results](https://github.com/weightsync/weightsync/blob/main/benchmarks/results/2026-11-25-h200-families.json)). [The
-registry](../evidence/registry.md#equal-answers) lists them. Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5,
+registry](registry.md#equal-answers) lists them. Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5,
 GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks have state of their own, and the hybrids and state-space
 models but for Qwen3-Next and Qwen3.5. None answered otherwise. vLLM 0.26 did not start there for the other 13: BLOOM,
 Gemma 3n, Gemma 4, GLM-4 MoE Lite, Hunyuan, Hunyuan MoE, Mellum, MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.

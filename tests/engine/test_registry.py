@@ -356,7 +356,7 @@ def wrapped(text: str) -> str:
 HEAD = """# The registry
 
 What becomes of every model that vLLM has a class for. `tests/engine/test_registry.py` writes this file and fails when
-it finds something else. [Models](../reference/models.md) has the families for which engines have answered.
+it finds something else. [Families](families.md) has those that the tests push to.
 
 Found with {packages}, on a CPU.
 
@@ -379,14 +379,14 @@ and speculative decoding. Of some transformers has no class.
 """
 EQUAL = f"""## Equal answers
 
-[Models](../reference/models.md) has what the tests push to. `benchmarks/families.json` has a small model of each
+[Families](families.md) has what the tests push to. `benchmarks/families.json` has a small model of each
 architecture for text with a complete plan, and real engines run it:
 
     weightsync bench --families benchmarks/families.json --gpus 0 --client extension --no-peers --num-iters 1
 
 An engine is started cold from A and gets A, B, what a training step made of B, and A again. It is *equal* where it then
 gave the same tokens and log-probabilities as when it was cold, to the bit. vLLM *does not run* what fails in the same
-way without weightsync. [More of GPUs](../reference/models.md#on-a-gpu). Raw results, without times:
+way without weightsync. [More of GPUs](families.md#on-a-gpu). Raw results, without times:
 
 - [on a CPU](https://github.com/weightsync/weightsync/blob/main/benchmarks/results/{ON_CPU.name}),
   where `engine_in_process` says that the engine was in the trainer's process

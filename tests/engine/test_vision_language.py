@@ -1,6 +1,6 @@
 """Vision-language models: an engine that was pushed to answers about pictures as a cold one does.
 
-All of them are pushed on a GPU, and here when `docs/reference/models.md` is written.
+All of them are pushed on a GPU, and here when the evidence is written.
 """
 
 from __future__ import annotations

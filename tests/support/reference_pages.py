@@ -129,7 +129,10 @@ def api() -> str:
         rows = [(name, definition(module, name)) for name in names_of(module)]
         table = [f"| `{name}` | {first_sentence(found.text).replace('|', chr(92) + '|')} |" for name, found in rows]
         parts.append("\n".join([f"## {module}", "", "| name | |", "| --- | --- |", *table]))
-    details = "\n\n".join(f"::: {module}.{name}" for module in PUBLIC for name in names_of(module))
+    names = [(module, name) for module in PUBLIC for name in names_of(module)]
+    details = "\n\n".join(
+        f"::: {module}.{name}" for module, name in names if (module, name[-5:]) != ("weightsync", "Error")
+    )
     return "\n\n".join([*parts, DETAILS, details]) + "\n"
 
 
@@ -145,7 +148,8 @@ the [metrics](metrics.md) and the [errors](errors.md) are public too."""
 
 DETAILS = """## Details
 
-The site shows the signature and the whole docstring of each name here. On GitHub, read the docstrings in the code."""
+The site shows the signature and the whole docstring of each name here, but for the [errors](errors.md). On GitHub, read
+the docstrings in the code."""
 
 # ---------------------------------------------------------------------------------------------------------------
 # Options
@@ -283,5 +287,75 @@ vLLM 0.20 to 0.24 has no place for the plug-in. There the
 Wire protocol: {protocol}. Trainer and engine must speak the same one. A push between two protocols raises
 `ProtocolError` before anything is written."""
 
-PAGES = {"api": api, "cli": command_line, "options": options, "versions": versions}
+# ---------------------------------------------------------------------------------------------------------------
+# Models
+
+NO_SUFFIX = ("NemotronH_Omni_Reasoning_V3",)
+VISION = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma3", "Llava", "LlavaOnevision", "Mistral3")
+"""The models that `tests/engine/test_vision_language.py` asks about pictures."""
+
+OUTCOMES = {
+    "Equal on a CPU and on an H200": "equal on a CPU and on an H200",
+    "Equal on a CPU": "equal on a CPU",
+    "A complete plan": "plan",
+    "a complete plan, and vLLM does not run it on a CPU": "plan; vLLM does not run it on a CPU",
+    "a complete plan without what vLLM's loader passes over": "plan, without tensors that vLLM drops",
+    "do not fit vLLM's model": "`ManifestError`",
+    "refused by weightsync": "`UnsupportedError`",
+    "vLLM makes no model": "vLLM makes no model",
+    "transformers makes no model": "transformers makes no model",
+}
+"""The words of this page for those of docs/evidence/registry.md."""
+
+BEGIN, END = "<!-- written by tests/unit/test_reference.py -->\n\n", "\n\n<!-- end -->"
+
+
+def registry(text: str) -> dict[str, tuple[str, str]]:
+    """Return the outcome and the reason for each class of vLLM, from the page of the registry."""
+    found: dict[str, tuple[str, str]] = {}
+    for title, suffix in (("Text generation", "ForCausalLM"), ("Multimodal", "ForConditionalGeneration")):
+        section = text[text.index(f"\n## {title}\n") + 1 :]
+        section = section[: section.index("\n## ")]
+
+        def full(name: str, suffix: str = suffix) -> str:
+            return name if "For" in name or "LMHead" in name or name in NO_SUFFIX else name + suffix
+
+        for outcome, names in re.findall(r"^([A-Z][\w ]+): ((?:\w+[,.]\s+)+)", section, re.MULTILINE):
+            if outcome in OUTCOMES:
+                found |= {full(name): (OUTCOMES[outcome], "") for name in re.findall(r"\w+", names)}
+        for table in re.findall(r"(?:^\|.*\|\n)+", section, re.MULTILINE):
+            (outcome, _), _, *rows = (line.strip("| ").split(" | ", 1) for line in table.splitlines())
+            found |= {full(name): (OUTCOMES[outcome], why) for name, why in rows}
+    return found
+
+
+def families(text: str) -> dict[str, list[str]]:
+    """Return the titles of the families of each class, from the page of the families."""
+    found: dict[str, list[str]] = {}
+    for title, name in re.findall(r"^\| ([^|]+) \| `(\w+)` \|", text, re.MULTILINE):
+        found.setdefault(name, []).append(title)
+    return found
+
+
+def model_table(evidence: Path) -> str:
+    """Return one table of all models, from the pages of two tests."""
+    titles = families((evidence / "families.md").read_text(encoding="utf-8"))
+    outcomes = registry((evidence / "registry.md").read_text(encoding="utf-8"))
+    outcomes |= {name: ("equal on a CPU", "") for name in titles if name not in outcomes}
+    pictured = {f"{name}ForConditionalGeneration" for name in VISION}
+    rows = []
+    for name, (outcome, why) in sorted(outcomes.items(), key=lambda item: item[0].lower()):
+        told = f"equal on a CPU, with pictures{outcome.removeprefix('plan')}" if name in pictured else outcome
+        rows.append(f"| `{name}` | {', '.join(titles.get(name, []))} | {told} | {why} |".replace("|  |", "| |"))
+    return "\n".join(["| class in vLLM | such as | a push | why |", "| --- | --- | --- | --- |", *rows])
+
+
+def models() -> str:
+    """Return the page of models: people write it, but for its table."""
+    page = (ROOT / "docs/reference/models.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + model_table(ROOT / "docs/evidence") + END + rest.partition(END)[2]
+
+
+PAGES = {"api": api, "cli": command_line, "models": models, "options": options, "versions": versions}
 """The functions by the name of their page."""
