@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 _SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite")
 """Options used by every rank, and compared. `selection` is used but not compared: later errors name differing
 tensors."""
+
+_connected: weakref.WeakSet[WeightSync] = weakref.WeakSet()
 
 
 @dataclass
@@ -99,9 +103,9 @@ class WeightSync:
         timeout_s: The most seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait up
             to eight times as long for rank 0, because rank 0 waits several times meanwhile.
         hold_s: Seconds after a push during which no other trainer can take the engines. None, the default: until
-            `close` or the end of the process. A hold shorter than the time between two pushes can lose the engines to
-            another trainer. Another trainer can also take the engines from a push without progress for twice
-            `timeout_s`.
+            `close`, the end of the process, or the end of the last reference to this object. A hold shorter than the
+            time between two pushes can lose the engines to another trainer. Another trainer can also take the engines
+            from a push without progress for twice `timeout_s`.
         verify: Bytes compared by digests before the push commits. "full": all bytes. "sampled", the default: all bytes
             in the first push, then another sixteenth in each push. Memory that workers read in place is compared in
             full when it is mapped, then by a small sample in each push. "none": no bytes. If another thread writes
@@ -361,7 +365,13 @@ class WeightSync:
         elif version is not None and abs(version) > MAX_VERSION:
             refused, version = f"version={version}; the largest version is {MAX_VERSION}", None
         self._check_process()
-        self._process = os.getpid()
+        if self._process is None:
+            self._process = os.getpid()
+            if _connected:
+                gc.collect()  # frees one that has only a cycle left, such as a failed call's traceback
+            _connected.add(self)
+            closing = weakref.WeakMethod(self._strategy.close), weakref.WeakMethod(self._ranks.disconnect)
+            weakref.finalize(self, _let_go, self._process, closing).atexit = False
         turn, timeline = _Turn(), Timeline()
         try:
             self._take_turn(turn)
@@ -409,6 +419,16 @@ class WeightSync:
         if not last.is_over or last.next.setdefault(0, turn) is not turn:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait until it is done")
         self._turn = turn
+
+
+def _let_go(process: int, closing: Sequence[weakref.WeakMethod[Callable[[], None]]]) -> None:
+    """Disconnect from the engines, unless this is a fork of the connected process.
+
+    Holds strategy and ranks weakly: a user's list of engines may refer to the `WeightSync`.
+    """
+    if os.getpid() == process:
+        for close in filter(None, [method() for method in closing]):
+            close()
 
 
 def _told(option: object) -> str:

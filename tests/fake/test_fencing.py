@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -84,6 +86,45 @@ def test_trainer_that_answers_keeps_its_engine(engine: RecordedEngine, monkeypat
             second.push(trainer_model(checkpoint(3)))
         first.push(trainer_model(checkpoint(2)))
         assert_serves(engine, 2, 2)
+
+
+by_the_collector = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""The collector closes sockets with a `ResourceWarning`."""
+
+
+@by_the_collector
+@pytest.mark.parametrize("refused", [False, True])
+def test_one_that_nobody_holds_leaves_its_engine_to_the_next(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    """A cell of a notebook that is run again. A refusal keeps the connections, and its traceback is a cycle."""
+    answers_are_heard(monkeypatch)
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in (2, 3, 4):
+            sync = WeightSync("fsdp", "ipc", engine, timeout_s=60.0)
+            sync.push(trainer_model(checkpoint(seed)))
+            if refused:
+                with suppress(ConfigError):
+                    sync.push(trainer_model(checkpoint(seed)), version=0)
+        assert_serves(engine, 4, 3)
+        sync.close()
+    finally:
+        gc.enable()
+
+
+@by_the_collector
+def test_one_that_its_own_list_of_engines_holds_is_freed(engine: RecordedEngine) -> None:
+    def push() -> weakref.ref[WeightSync]:
+        held: list[WeightSync] = []
+        held.append(WeightSync("fsdp", "ipc", lambda: [engine] if held else [], timeout_s=60.0))
+        held[0].push(trainer_model(checkpoint(2)))
+        return weakref.ref(held[0])
+
+    about = push()
+    gc.collect()
+    assert about() is None
 
 
 class FailingInit(RecordedEngine):
