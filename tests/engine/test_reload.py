@@ -145,6 +145,33 @@ def test_experts_as_loaded_or_with_swapped_halves_are_loaded_in_place(engines: R
     engines.call(stop_patch)
 
 
+def change_kernels(engines: Engines, backend: str) -> None:
+    """Let the running experts have another kernel from now on, as if the engine had chosen anew after a sleep."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    for module in engines.live_model().modules():
+        if hasattr(method := getattr(module, "quant_method", None), "unquantized_backend"):
+            method.unquantized_backend = UnquantizedMoeBackend[backend]
+
+
+@pytest.mark.engine
+def test_a_kernel_that_changes_between_two_pushes_is_refused_and_nothing_is_written(engines: Remote):
+    engines.call(keep_experts_for, "TRITON")
+    engines.call(start, "A", timeout_s=240)
+    engines.call(note_state)
+    engines.call(connect, "qwen2-moe", "ipc", {})
+    engines.call(push, "A")
+    engines.call(change_kernels, "FLASHINFER_CUTLASS")
+    for _ in range(2):
+        assert "6 kernels of the engine have changed" in str(engines.call(push_refused))
+        assert engines.call(changed_state) == []
+        assert engines.call(Engines.refusal) == ""
+    engines.call(change_kernels, "TRITON")
+    engines.call(push, "B")
+    assert engines.call(changed_state) != []
+    engines.call(stop_patch)
+
+
 def push_and_fail(engines: Engines, weights: str, calls: int) -> WeightSyncError | None:
     from repack_plugin import Failing
 

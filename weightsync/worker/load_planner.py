@@ -24,7 +24,7 @@ from weightsync.worker.checkpoint_quantize import (
     trace_quantized,
 )
 from weightsync.worker.engine_model import DRAFTER, EngineModel
-from weightsync.worker.module_groups import Addresses, ModuleGroup, find_groups, moved_views
+from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, find_groups, moved_views
 from weightsync.worker.placement import place
 from weightsync.worker.probe_load_paths import choose_load_paths
 from weightsync.worker.repeated_layers import trace_by_example
@@ -77,6 +77,7 @@ class LoadPlanner:
 
     def __init__(self, model: EngineModel) -> None:
         self.addresses = Addresses(model, [])
+        self.kernels = Kernels(model, [])
         self.outlived: list[object] = []
         """The objects that earlier groups kept alive. Kernels may use them until all weights are loaded anew."""
         self._model = model
@@ -262,7 +263,7 @@ class LoadPlanner:
         choose_load_paths(found, self._model)
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()  # the scratch copies are as large as the largest parameters
-        self._groups = found
+        self._groups, self.kernels = found, Kernels(self._model, found)
         self.locate()
 
 

@@ -188,6 +188,7 @@ class Receiver:
             raise ProtocolError(
                 f"version {go.version} is not newer than {self.version}, the version of this engine: versions only grow"
             )
+        self._planner.kernels.check()
         self.state, self.loaded = POISONED, None
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +165,32 @@ class Addresses:
                 labels = {f"{name}:{n}" if n else name: part for n, part in enumerate(self._model.parts(module))}
                 found |= addresses(labels, outside, seen)
         return found
+
+
+class Kernels:
+    """The kernels of the running modules. A load plan is for the formats of these kernels."""
+
+    def __init__(self, model: EngineModel, groups: Iterable[ModuleGroup]) -> None:
+        self._chosen = [
+            (f"{name}.{key}", vars(part), key, _choice(value))
+            for group in groups
+            for name, module in zip(group.names, group.live, strict=True)
+            for part in model.parts(module)[1:]
+            for key, value in vars(part).items()
+            if isinstance(value, Enum) or any(key in made for made in group.changed)
+        ]
+
+    def check(self) -> None:
+        """Raise `UnsupportedError` if a module has another kernel now: its parameters may have another format."""
+        if other := [path for path, attributes, key, choice in self._chosen if _choice(attributes.get(key)) != choice]:
+            raise UnsupportedError(
+                f"{len(other)} kernels of the engine have changed since the first push: {', '.join(other[:5])}. "
+                "Nothing was written. Restart the engine from a checkpoint"
+            )
+
+
+def _choice(value: Any) -> Any:
+    return value if isinstance(value, Enum) else type(value)
 
 
 def live_tensor(model: nn.Module, name: str) -> LiveTensor:
