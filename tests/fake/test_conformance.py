@@ -274,8 +274,8 @@ class Stale(IpcTransport):
 
     def send(self, chunks: Any, sample: Any, update: Any) -> None:
         super().send(chunks, sample, update)
-        for step in self._sender.packer._steps:
-            step.copy = BatchedCopy([])
+        packer = self._sender.packer
+        packer._copies = BatchedCopy(*([] for _ in packer._steps))
 
 
 class WrongDigest(IpcTransport):

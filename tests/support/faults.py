@@ -81,7 +81,7 @@ class FaultyTransport(Transport):
             fill(number, sample)
             if number == chunk:
                 del packer.fill
-                packer._steps[number].digests._runs[0][0] ^= 4
+                packer._steps[number].runs[0][0] ^= 4
 
         packer.fill = fill_and_flip
 

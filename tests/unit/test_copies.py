@@ -98,6 +98,28 @@ SIZES = [
 ]
 
 
+def check_groups(pairs: Pairs, wholes: list[torch.Tensor], batched: Callable[..., Any] = BatchedCopy) -> None:
+    """A run of one group of copies writes its own targets alone. The groups have different numbers of links."""
+    groups = [[(*pair, number * link) for number, pair in enumerate(pairs[link::3])] for link in range(3)]
+    copies = batched(*groups, [])
+    for group, own in enumerate([*groups, []]):
+        for whole in wholes:
+            whole.zero_()
+        for target, source, _ in own:
+            target.copy_(source)
+        expected = [whole.clone() for whole in wholes]
+        for whole in wholes:
+            whole.zero_()
+        copies.run(group)
+        assert all(map(same_bytes, wholes, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32], ids=str)
+def test_groups_are_copied_one_by_one(of: torch.dtype, device: str):
+    check_groups(*some_pairs(of, torch.bfloat16, device, SIZES))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("programs", [None, 2])
 @pytest.mark.parametrize("dtype", SAME, ids=str)

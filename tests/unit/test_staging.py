@@ -206,7 +206,7 @@ def test_packer_fill_of_equal_parts_of_fused_parameters_makes_few_copies(columns
     slot = torch.zeros(slot_bytes(layout), dtype=torch.uint8)
     made: list[int] = []
     monkeypatch.setattr(
-        staging, "BatchedCopy", lambda copies, *most: (made.append(len(copies)), BatchedCopy(copies))[1]
+        staging, "BatchedCopy", lambda copies, **most: (made.append(len(copies)), BatchedCopy(copies))[1]
     )
     packer = Packer(plan, LocalTensors(at), layout, {0: slot})
     assert made == [6]

@@ -21,38 +21,39 @@ example one for each other GPU's memory. Copies of all links advance in proporti
 class BatchedCopy:
     """Many copies, prepared once for all runs over the same memory.
 
-    No two targets may overlap. All targets and sources are on one device. Another GPU's memory counts as this device's
-    memory while it is mapped here.
+    No two targets of a group may overlap. All targets and sources are on one device. Another GPU's memory counts as
+    this device's memory while it is mapped here.
 
+    groups: the copies, in groups to be run at different times. All groups share one table.
     programs: the most programs of a launch that run on the GPU at once. The rest of the GPU stays free for other work.
     """
 
-    def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
-        if wrong := [copy for copy in copies if copy[0].shape != copy[1].shape]:
+    def __init__(self, *groups: Sequence[Copy], programs: int | None = None) -> None:
+        if wrong := [copy for copies in groups for copy in copies if copy[0].shape != copy[1].shape]:
             target, source, _ = wrong[0]
             raise ValueError(f"a copy of shape {tuple(source.shape)} into {tuple(target.shape)}")
-        left = [copy for copy in copies if copy[0].numel()]
-        self._launches = self._tiles = None
-        if left and left[0][0].is_cuda:
+        left = [[copy for copy in copies if copy[0].numel()] for copies in groups]
+        self._launches = None
+        if any(copies[0][0].is_cuda for copies in left if copies):
             from weightsync.kernels.copies_triton import CopyLaunches, can_launch
 
-            if launched := [copy for copy in left if can_launch(*copy[:2])]:
-                self._launches = CopyLaunches(launched, programs)
-            left = [copy for copy in left if not can_launch(*copy[:2])]
-        if tiled := [copy[:2] for copy in left if can_tile(*copy[:2])]:
-            self._tiles = Tiles(tiled)
-        self._one_by_one = [copy[:2] for copy in left if not can_tile(*copy[:2])]
+            launched = [[copy for copy in copies if can_launch(*copy[:2])] for copies in left]
+            self._launches = CopyLaunches(*launched, programs=programs) if any(launched) else None
+            left = [[copy for copy in copies if not can_launch(*copy[:2])] for copies in left]
+        tiled = [[copy[:2] for copy in copies if can_tile(*copy[:2])] for copies in left]
+        self._tiles = {group: Tiles(copies) for group, copies in enumerate(tiled) if copies}
+        self._one_by_one = [[copy[:2] for copy in copies if not can_tile(*copy[:2])] for copies in left]
 
-    def run(self) -> None:
-        """Copy the current contents of the sources.
+    def run(self, group: int = 0) -> None:
+        """Copy the current contents of a group's sources.
 
         On a GPU the copies are queued on the current stream without waiting.
         """
         if self._launches is not None:
-            self._launches.run()
-        if self._tiles is not None:
-            self._tiles.run()
-        for target, source in self._one_by_one:
+            self._launches.run(group)
+        if group in self._tiles:
+            self._tiles[group].run()
+        for target, source in self._one_by_one[group]:
             target.copy_(source)
 
 

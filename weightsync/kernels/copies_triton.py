@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import triton.language as tl
 
 from weightsync.kernels.copies import Copy, Dimension, collapse
 
-_FIELDS = 10
+_FIELDS = 11
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16
@@ -53,23 +54,28 @@ class _Kind(NamedTuple):
     columns: int
 
 
-@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["begin", "end"])  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
     table,
     piece_of_tile,
-    number_of_tile,
-    tiles,
+    order,
+    begin,
+    end,
     fields: tl.constexpr,
     reads: tl.constexpr,
     writes: tl.constexpr,
     dense: tl.constexpr,
     step: tl.constexpr,
+    spread: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for at in range(begin + tl.program_id(0), end, tl.num_programs(0)):
+        tile = at
+        if spread:
+            tile = tl.load(order + at)
         piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
-        number = tl.load(number_of_tile + tile)
+        number = (tile - tl.load(piece + 10)).to(tl.int32)
         target = tl.load(piece).to(tl.pointer_type(writes))
         source = tl.load(piece + 1).to(tl.pointer_type(reads))
         rows = tl.load(piece + 2).to(tl.int32)
@@ -101,49 +107,64 @@ def _copy(  # type: ignore[no-untyped-def]
 
 
 class CopyLaunches:
-    """The tables of all copies on the GPU, as grids of rows and columns, and one launch for each kind of copy.
+    """The tables of all copies on the GPU, as grids of rows and columns, and one launch for each kind of a group.
 
+    groups: see `BatchedCopy`.
     programs: the most programs of a launch that run at once.
     """
 
-    def __init__(self, copies: Sequence[Copy], programs: int | None = None) -> None:
-        self._device = copies[0][0].device
-        self._keep_alive = copies
-        grids: dict[_Kind, list[tuple[int, list[int], int]]] = defaultdict(list)
-        for target, source, link in copies:
-            for kind, fields, tiles in _cut_into_grids(target, source):
-                grids[kind].append((link, fields, tiles))
+    def __init__(self, *groups: Sequence[Copy], programs: int | None = None) -> None:
+        self._device = next(copies[0][0].device for copies in groups if copies)
+        self._keep_alive, self._programs = groups, programs
+        grids: dict[_Kind, list[tuple[int, int, list[int], int]]] = defaultdict(list)
+        for number, copies in enumerate(groups):
+            for target, source, link in copies:
+                for kind, fields, tiles in _cut_into_grids(target, source):
+                    grids[kind].append((number, link, fields, tiles))
         self._launches = []
         for kind, rows in grids.items():
             # By numpy, in one thread: torch's threads take 10 ms to begin a small operation on a host of many cores.
-            table = np.array([fields for _, fields, _ in rows], dtype=np.int64)
-            counts = np.array([tiles for *_, tiles in rows])
+            numbers, links, pieces, counts = (np.array(each, dtype=np.int64) for each in zip(*rows, strict=True))
+            ends = counts.cumsum()
             of_tile = np.arange(len(rows), dtype=np.int32).repeat(counts)
-            number = np.arange(len(of_tile), dtype=np.int32) - (counts.cumsum() - counts).astype(np.int32)[of_tile]
-            if len({link for link, *_ in rows}) > 1:
-                order = _spread(np.array([link for link, *_ in rows])[of_tile])
-                of_tile, number = of_tile[order], number[order]
-            on_gpu = (torch.from_numpy(part).to(self._device) for part in (table, of_tile, number))
-            constants = {
-                "fields": _FIELDS,
-                "reads": kind.reads,
-                "writes": kind.writes,
-                "dense": kind.dense,
-                "step": kind.step,
-                "tile_rows": _TILE // kind.columns,
-                "tile_columns": kind.columns,
-                "num_warps": _WARPS,
-            }
-            grid = (min(len(of_tile), programs or len(of_tile)),)
-            self._launches.append((grid, (*on_gpu, len(of_tile)), constants))
-        with torch.cuda.device(self._device):
-            for grid, arguments, constants in self._launches:
-                _copy.warmup(*arguments, **constants, grid=grid)  # compile now, not during the first push
+            bounds = np.append(0, ends)[np.searchsorted(numbers, np.arange(len(groups) + 1))]
+            is_spread, order = len({*links.tolist()}) > 1, of_tile
+            if is_spread:
+                parts = pairwise(bounds.tolist())
+                order = np.concatenate([begin + _spread(links[of_tile[begin:end]]) for begin, end in parts])
+            table = np.column_stack([pieces, ends - counts])
+            on_gpu = [torch.from_numpy(part).to(self._device) for part in (table, of_tile, order.astype(np.int32))]
+            self._launches.append((on_gpu, bounds.tolist(), _constants(kind, is_spread)))
+            _compile(self._device, kind, is_spread)
 
-    def run(self) -> None:
+    def run(self, group: int = 0) -> None:
         with torch.cuda.device(self._device):
-            for grid, arguments, constants in self._launches:
-                _copy[grid](*arguments, **constants)
+            for tables, bounds, constants in self._launches:
+                begin, end = bounds[group : group + 2]
+                if begin < end:
+                    _copy[(min(end - begin, self._programs or end),)](*tables, begin, end, **constants)
+
+
+@cache
+def _compile(device: torch.device, kind: _Kind, is_spread: bool) -> None:
+    """Compile now, not during the first push."""
+    table, of_tile = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+    with torch.cuda.device(device):
+        _copy.warmup(table, of_tile, of_tile, 0, 0, **_constants(kind, is_spread), grid=(1,))
+
+
+def _constants(kind: _Kind, is_spread: bool) -> dict[str, Any]:
+    return {
+        "fields": _FIELDS,
+        "reads": kind.reads,
+        "writes": kind.writes,
+        "dense": kind.dense,
+        "step": kind.step,
+        "spread": is_spread,
+        "tile_rows": _TILE // kind.columns,
+        "tile_columns": kind.columns,
+        "num_warps": _WARPS,
+    }
 
 
 def _cut_into_grids(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:

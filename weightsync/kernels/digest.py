@@ -11,7 +11,9 @@ whole MiB, and all bytes after the last whole MiB. Its digest is the sum over th
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,20 +72,26 @@ def digest(data: torch.Tensor, sample: int = WHOLE) -> int:
 
 
 class Digests:
-    """The digests of many contiguous 1-D uint8 tensors. The tensors must keep their addresses."""
+    """The digests of many contiguous 1-D uint8 tensors, the runs. The tensors must keep their addresses.
 
-    def __init__(self, runs: Sequence[torch.Tensor]) -> None:
-        self._runs = list(runs)
+    groups: the runs, in groups to be digested at different times. All groups share one table.
+    of_samples: whether samples are asked for, not just all bytes.
+    """
+
+    def __init__(self, *groups: Sequence[torch.Tensor], of_samples: bool = True) -> None:
+        self._runs = [run for group in groups for run in group]
+        ends = [*accumulate(map(len, groups), initial=0)]
+        self._groups = [*map(range, ends, ends[1:])]
         self._numbers: dict[torch.device, list[int]] = {}  # of the runs on each device
         for number, run in enumerate(self._runs):
             self._numbers.setdefault(run.device, []).append(number)
         self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and by bytes of each MiB
         for device in self._numbers:
             if device.type == "cuda":  # prepare now: at the first use, copying the table would wait for the stream
-                from weightsync.kernels.digest_triton import Launch
+                from weightsync.kernels.digest_triton import Launches
 
-                for nbytes in (MIB, MIB // SAMPLES):
-                    self._launches[device, nbytes] = Launch(self._on(device), nbytes)
+                for nbytes in (MIB, MIB // SAMPLES)[: 1 + of_samples]:
+                    self._launches[device, nbytes] = Launches(self._on(device), nbytes)
 
     def of(self, sample: int) -> list[int]:
         """Return `digest(run, sample)` of each run. Runs may be on several devices. Waits for their current streams."""
@@ -92,42 +100,48 @@ class Digests:
             device: torch.empty(len(own), dtype=torch.int64, device=device) for device, own in self._numbers.items()
         }
         for device, out in outs.items():
-            self._write(device, sample, out)
+            self._write(self._on(device), range(len(out)), sample, out)
         for device, out in outs.items():
             for number, value in zip(self._numbers[device], out.tolist(), strict=True):
                 found[number] = value & MASK
         return found
 
-    def write(self, sample: int, out: torch.Tensor) -> None:
-        """Write `digest(run, sample)` of each run, in order, into `out`, an int64 tensor on the device of all runs.
+    def write(self, sample: int, out: torch.Tensor, group: int = 0) -> None:
+        """Write `digest(run, sample)` of each run of a group, in order, into `out`.
 
-        On a GPU the work is queued on the current stream without waiting.
+        `out` is an int64 tensor on the device of all of the group's runs. On a GPU the work is queued on the current
+        stream without waiting.
         """
         share(sample)
-        devices = {out.device, *self._numbers}
-        if len(devices) > 1 or out.shape != (len(self._runs),) or out.dtype != torch.int64:
+        numbers = self._groups[group]
+        runs = [self._runs[number] for number in numbers]
+        devices = {out.device, *(run.device for run in runs)}
+        if len(devices) > 1 or out.shape != (len(runs),) or out.dtype != torch.int64:
+            own = [*dict.fromkeys(str(run.device) for run in runs)]
             raise ValueError(
-                f"{len(self._runs)} digests, of runs on {[*map(str, self._numbers)]}, into {out.dtype} of shape "
+                f"{len(runs)} digests, of runs on {own}, into {out.dtype} of shape "
                 f"{tuple(out.shape)} on {out.device}; expected int64, one for each run, all on one device"
             )
-        if self._runs:
-            self._write(out.device, sample, out)
+        if runs:
+            first = bisect_left(self._numbers[out.device], numbers.start)
+            self._write(runs, range(first, first + len(runs)), sample, out)
 
-    def compare(self, sample: int, expected: torch.Tensor) -> torch.Tensor:
-        """Return a bool for each run: True if its digest differs from its number in `expected`, as `write` wrote it.
+    def compare(self, sample: int, expected: torch.Tensor, group: int = 0) -> torch.Tensor:
+        """Return a bool for each run of a group: True if its digest differs from its number in `expected`.
 
-        On a GPU the work is queued on the current stream without waiting.
+        `expected` is as `write` wrote it. On a GPU the work is queued on the current stream without waiting.
         """
         found = torch.empty_like(expected)
-        self.write(sample, found)
+        self.write(sample, found, group)
         return found != expected
 
-    def _write(self, device: torch.device, sample: int, out: torch.Tensor) -> None:
+    def _write(self, runs: Sequence[torch.Tensor], numbers: range, sample: int, out: torch.Tensor) -> None:
+        """Write the digests of these runs. `numbers` are theirs among the runs on the device."""
         first, nbytes = share(sample)
-        if device.type == "cpu":
-            out.copy_(torch.tensor([signed(digest(run, sample)) for run in self._on(device)], dtype=torch.int64))
+        if out.device.type == "cpu":
+            out.copy_(torch.tensor([signed(digest(run, sample)) for run in runs], dtype=torch.int64))
         else:
-            self._launches[device, nbytes].run(first, out)
+            self._launches[out.device, nbytes].run(numbers, first, out)
 
     def _on(self, device: torch.device) -> list[torch.Tensor]:
         return [self._runs[number] for number in self._numbers[device]]

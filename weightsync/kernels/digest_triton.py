@@ -6,6 +6,7 @@ A program reads a chunk of at most 64 KiB within one block. It computes the weig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from weightsync.kernels.digest import GOLDEN, MIB, STEP, signed
 
-_FIELDS = 6
+_FIELDS = 3
 _CHUNK_BYTES = 1 << 16
 _UNITS = {8: tl.int64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 _WARPS = 8
@@ -23,30 +24,40 @@ _WARPS = 8
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@triton.jit(do_not_specialize=["out", "moved"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["out", "begin", "first_run", "moved", "sampled"])  # type: ignore[untyped-decorator]
 def _sum(  # type: ignore[no-untyped-def]
     table,
+    run_of_program,
     out,
+    begin,
+    first_run,
     moved,
+    sampled,
     fields: tl.constexpr,
-    chunk_words: tl.constexpr,
+    chunk_bytes: tl.constexpr,
     unit: tl.constexpr,
     kind: tl.constexpr,
     golden: tl.constexpr,
     step: tl.constexpr,
 ):
-    chunk = table + tl.program_id(0).to(tl.int64) * fields
-    by = tl.load(chunk + 1) * moved
-    address = tl.load(chunk) + by
-    first, words = tl.load(chunk + 2) + (by >> 3), tl.load(chunk + 3)
-    tail = tl.load(chunk + 5)
-    at = tl.arange(0, chunk_words).to(tl.int64)
+    program = tl.program_id(0) + begin
+    number = tl.load(run_of_program + program)
+    run = table + number.to(tl.int64) * fields
+    nbytes = tl.load(run + 1)
+    row = program - tl.load(run + 2)
+    whole = (nbytes >> 20) * sampled
+    moves = row < whole
+    by = tl.where(moves, (row << 20) + moved, (whole << 20) + (row - whole) * chunk_bytes)
+    size = tl.minimum(nbytes - by, chunk_bytes)
+    address = tl.load(run) + by
+    first, words, tail = by >> 3, size >> 3, size & 7
     source = address.to(tl.pointer_type(kind))
+    at = tl.arange(0, chunk_bytes // 8).to(tl.int64)
     if unit == 8:
         word = tl.load(source + at, mask=at < words, other=0)
     else:
         per_word: tl.constexpr = 8 // unit
-        word = tl.zeros([chunk_words], dtype=tl.int64)
+        word = tl.zeros([chunk_bytes // 8], dtype=tl.int64)
         for n in tl.static_range(per_word):
             bits = tl.load(source + at * per_word + n, mask=at < words, other=0).to(tl.int64)
             word += bits << (8 * unit * n)
@@ -68,61 +79,65 @@ def _sum(  # type: ignore[no-untyped-def]
         end = (address + words * 8).to(tl.pointer_type(tl.uint8))
         value = tl.sum(tl.load(end + byte, mask=byte < tail, other=0).to(tl.int64) << (8 * byte).to(tl.int64), axis=0)
         total += value * (((first + words) * 2 + 1) * golden | 1)
-    tl.atomic_add(out + tl.load(chunk + 4), total)
+    tl.atomic_add(out + (number - first_run), total)
 
 
-class Launch:
-    """A table on the GPU of all chunks of the runs, for samples of `nbytes` of each MiB."""
+class Launches:
+    """A table on the GPU of many runs, and the launches for samples of `nbytes` of each MiB.
+
+    A program digests one chunk of a run. A launch is for some neighbours among the runs.
+    """
 
     def __init__(self, runs: Sequence[torch.Tensor], nbytes: int) -> None:
         self._device = runs[0].device
         self._keep_alive = runs
-        chunk_bytes = min(nbytes, _CHUNK_BYTES)
+        self._is_sampled = nbytes < MIB
         # By numpy, in one thread: torch's threads take 10 ms to begin a small operation on a host of many cores.
-        address = np.array([run.data_ptr() for run in runs])
-        table = _chunks(address, np.array([run.numel() for run in runs]), nbytes < MIB, chunk_bytes)
-        unit = np.stack([table[:, 0] % n == 0 for n in _UNITS]).argmax(0)
-        by_unit = [(table[unit == place], n) for place, n in enumerate(_UNITS)]
-        self._tables = [
-            (torch.from_numpy(own).to(self._device), _constants(n, chunk_bytes)) for own, n in by_unit if len(own)
-        ]
-        with torch.cuda.device(self._device):
-            for own, constants in self._tables:
-                _sum.warmup(own, own, 0, **constants, grid=(1,))  # compile now, not during a push
+        address, sizes = (np.array(each) for each in zip(*((run.data_ptr(), run.numel()) for run in runs), strict=True))
+        whole = sizes // MIB * self._is_sampled
+        programs = whole - (whole * MIB - sizes) // _CHUNK_BYTES
+        unit = np.stack([address % n == 0 for n in _UNITS]).argmax(0)
+        first = np.zeros_like(sizes)
+        self._launches: list[tuple[int, torch.Tensor, Numbers]] = []  # unit, run of each program, programs up to a run
+        for place, n in enumerate(_UNITS):
+            own = programs * (unit == place)
+            if own.any():
+                ends = own.cumsum()
+                first += (ends - own) * (unit == place)
+                of_program = np.arange(len(runs), dtype=np.int32).repeat(own)
+                self._launches.append((n, self._on_gpu(of_program), np.append(0, ends)))
+                _compile(self._device, n)
+        self._table = self._on_gpu(np.stack([address, sizes, first], axis=1))
 
-    def run(self, first: int, out: torch.Tensor) -> None:
-        """Write each run's digest of the sample that begins `first` bytes into each MiB into `out`."""
+    def run(self, runs: range, first: int, out: torch.Tensor) -> None:
+        """Write the digest of each of these runs into `out`. The sample begins `first` bytes into each MiB."""
         out.zero_()
         with torch.cuda.device(self._device):
-            for table, constants in self._tables:
-                _sum[(len(table),)](table, out, first, **constants)
+            for unit, of_program, programs in self._launches:
+                begin, end = int(programs[runs.start]), int(programs[runs.stop])
+                if begin < end:
+                    arguments = self._table, of_program, out, begin, runs.start, first, int(self._is_sampled)
+                    _sum[(end - begin,)](*arguments, **_constants(unit))
+
+    def _on_gpu(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
 
 
-def _constants(unit: int, chunk_bytes: int) -> dict[str, Any]:
+@cache
+def _compile(device: torch.device, unit: int) -> None:
+    """Compile now, not during a push."""
+    table, of_program = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+    with torch.cuda.device(device):
+        _sum.warmup(table, of_program, table, 0, 0, 0, 0, **_constants(unit), grid=(1,))
+
+
+def _constants(unit: int) -> dict[str, Any]:
     return {
         "fields": _FIELDS,
-        "chunk_words": chunk_bytes // 8,
+        "chunk_bytes": _CHUNK_BYTES,
         "unit": unit,
         "kind": _UNITS[unit],
         "golden": signed(GOLDEN),
         "step": signed(STEP),
         "num_warps": _WARPS,
     }
-
-
-def _chunks(address: Numbers, nbytes: Numbers, sampled: bool, chunk_bytes: int) -> Numbers:
-    """Return one row for each chunk of runs with these addresses and sizes.
-
-    Fields of a row: address in sample 0, whether the chunk moves with the sample, first word, words, run, and tail
-    bytes. The first word and the run are numbers, words is a count. Tail bytes follow the last whole word.
-    """
-    whole = nbytes // MIB if sampled else np.zeros_like(nbytes)
-    rest = nbytes - whole * MIB
-    counts = whole - (-rest // chunk_bytes)
-    number = np.arange(len(address)).repeat(counts)
-    row = np.arange(len(number)) - (counts.cumsum() - counts)[number]
-    before, rest, address = whole[number], rest[number], address[number]
-    moves = row < before
-    at = np.where(moves, row * MIB, before * MIB + (row - before) * chunk_bytes)
-    size = np.where(moves, chunk_bytes, (rest - (row - before) * chunk_bytes).clip(max=chunk_bytes))
-    return np.stack([address + at, moves, at // 8, size // 8, number, size % 8], axis=1)

@@ -36,7 +36,7 @@ class MemoryFingerprint:
         samples = tuple(sample if sample == WHOLE else sample % max(turns, _LEAST_SAMPLES) for turns in self._turns)
         if samples not in self._samples:
             blocks = [self._blocks(rank, own) for rank, own in enumerate(samples)]
-            self._samples[samples] = Digests([block for own in blocks for block in own]), [*map(len, blocks)]
+            self._samples[samples] = Digests(*blocks, of_samples=False), [*map(len, blocks)]
         digests, counts = self._samples[samples]
         found = iter(digests.of(WHOLE))
         return [sum((number * GOLDEN | 1) * next(found) for number in range(count)) & MASK for count in counts]

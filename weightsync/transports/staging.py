@@ -177,13 +177,19 @@ class Packer:
         for number, (chunk, own) in enumerate(zip(plan.chunks, layout, strict=True)):
             names = [] if chunk.in_place else [name for name in chunk.names if name not in gathered]
             slot = slots[next(iter(own.values())).storage] if own else None
-            step = _PackStep(names, own.values(), slot, tensors.at, held, copy_programs)
+            step = _PackStep(names, own.values(), slot, tensors.at, held)
             self._steps.append(step)
             gathered.update(dict.fromkeys(names, step))
             for location, (tensor, _) in step.computed.items():
                 self._last[location] = number
                 # Compute it in the step that gathers its name: the next gather may free its inputs.
                 gathered[location.name].computed.setdefault(location, (tensor, []))
+        self._copies = BatchedCopy(*(step.copies for step in self._steps), programs=copy_programs)
+        self._digests = Digests(*(step.runs for step in self._steps))
+        ends = torch.tensor([end for step in self._steps for end in step.ends], dtype=torch.int64)
+        ends = ends.to(next(iter(slots.values())).device if slots else "cpu")
+        counts = [len(step.ends) for step in self._steps]
+        self._ends, self._written = ends.split(counts), torch.empty_like(ends).split(counts)
 
     def fill(self, number: int, sample: int | None) -> None:
         """Copy the rank's current values into the chunk's slot, and write the digests of `sample` after them.
@@ -194,7 +200,7 @@ class Packer:
         step = self._steps[number]
         if step.names:
             self._gather(step.names)
-        step.copy.run()
+        self._copies.run(number)
         for own, (tensor, parts) in step.computed.items():
             if own not in self._values:
                 assert tensor.compute is not None
@@ -204,8 +210,8 @@ class Packer:
             if self._last[own] == number:
                 del self._values[own]
         if sample is not None and step.slot is not None:
-            step.digests.write(sample, step.written)
-            step.slot.view(torch.int64).index_copy_(0, step.tails, step.written)
+            self._digests.write(sample, self._written[number], number)
+            step.slot.view(torch.int64).index_copy_(0, self._ends[number], self._written[number])
 
 
 class _PackStep:
@@ -213,6 +219,8 @@ class _PackStep:
 
     names: the tensors to gather for this chunk.
     computed: the slot places of each computed tensor, by location.
+    copies: the copies of the other tensors.
+    runs: the bytes of each section, and `ends` the place of each section's digest, in units of digests.
     """
 
     def __init__(
@@ -222,7 +230,6 @@ class _PackStep:
         slot: torch.Tensor | None,
         at: Mapping[ShardLocation, LocalTensor],
         held: Mapping[str, Sequence[ShardLocation]],
-        copy_programs: int | None,
     ) -> None:
         self.names, self.slot = names, slot
         self.computed: dict[ShardLocation, tuple[LocalTensor, list[tuple[torch.Tensor, Box]]]] = {}
@@ -236,12 +243,9 @@ class _PackStep:
             else:
                 target = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
                 self.computed.setdefault(own, (tensor, []))[1].append((target, place.box))
-        self.copy = BatchedCopy([] if slot is None else _stacked(slot, ready), copy_programs)
-        if slot is not None:
-            self.digests = Digests([slot[each.first : each.first + each.nbytes] for each in sections])
-            ends = [(each.end - DIGEST_BYTES) // DIGEST_BYTES for each in sections]
-            self.tails = torch.tensor(ends, dtype=torch.int64, device=slot.device)
-            self.written = torch.empty_like(self.tails)
+        self.copies = [] if slot is None else _stacked(slot, ready)
+        self.runs = [] if slot is None else [slot[each.first : each.first + each.nbytes] for each in sections]
+        self.ends = [(each.end - DIGEST_BYTES) // DIGEST_BYTES for each in sections]
 
 
 def _stacked(slot: torch.Tensor, ready: Iterable[tuple[ShardLocation, torch.Tensor]]) -> list[Copy]:

@@ -232,8 +232,8 @@ class InPlace(LoadPath):
                     target = torch.as_strided(live[param].data, op.size, op.dst_stride, op.dst_offset)
                     copies[op.chunk].append((target, seen, op.rank))
                     self._nbytes[op.chunk] += seen.numel() * seen.element_size()
-        programs = self._arrivals.copy_programs
-        self._copies = {chunk: BatchedCopy(those, programs) for chunk, those in copies.items()}
+        self._group_of = {chunk: number for number, chunk in enumerate(copies)}
+        self._copies = BatchedCopy(*copies.values(), programs=self._arrivals.copy_programs)
         constants = paddings(self._model.pristine(), traced.trace)
         self._constants = [(fill, live[fill.param].data) for fill in constants if self._takes(fill.param)]
         buffers = [param for param in self._arrivals.ops if param not in traced.group_of]
@@ -245,8 +245,8 @@ class InPlace(LoadPath):
             fill.apply(target)
 
     def load(self, chunk: int) -> int:
-        if chunk in self._copies:
-            self._copies[chunk].run()
+        if chunk in self._group_of:
+            self._copies.run(self._group_of[chunk])
         return self._nbytes[chunk]
 
     def _takes(self, param: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import torch
 
@@ -21,11 +22,13 @@ class Verifier:
     def __init__(
         self, source: TransportReceiver, runs: Sequence[Sequence[ByteRange]], in_place: Sequence[ByteRange]
     ) -> None:
-        self._chunks = [_by_device(source, those) for those in runs]
+        numbers, own = count(), [_by_device(source, those) for those in runs]
+        self._chunks = [[(next(numbers), those, _sent_behind(source, those)) for those in chunk] for chunk in own]
+        self._digests = Digests(*([_bytes(source, run) for run in those] for chunk in own for those in chunk))
         self._suspects: list[tuple[int, list[ByteRange], torch.Tensor]] = []
         mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
         for run in in_place:
-            mapped[run.rank].append(source.storage(run.rank, run.storage)[run.first : run.first + run.nbytes])
+            mapped[run.rank].append(_bytes(source, run))
         self._mapped_ranks, self._proof = list(mapped), MemoryFingerprint(list(mapped.values()))
 
     def prove(self, digests: Sequence[int]) -> None:
@@ -52,8 +55,8 @@ class Verifier:
         """
         if sample is None:
             return
-        for runs, digests, expected in self._chunks[number]:
-            differs = digests.compare(sample, torch.cat(expected).view(torch.int64))
+        for group, runs, expected in self._chunks[number]:
+            differs = self._digests.compare(sample, torch.cat(expected).view(torch.int64), group)
             self._suspects.append((number, runs, differs))
             if not differs.is_cuda:
                 self._refuse_suspects()
@@ -91,18 +94,18 @@ class Verifier:
         return next((rank for rank, digest in found if digest != digests[rank]), None)
 
 
-def _by_device(
-    source: TransportReceiver, runs: Sequence[ByteRange]
-) -> list[tuple[list[ByteRange], Digests, list[torch.Tensor]]]:
-    """Return (runs, their `Digests`, the digests sent behind them) for each device."""
+def _by_device(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[list[ByteRange]]:
+    """Return the runs on each device."""
     found: Mapping[torch.device, list[ByteRange]] = defaultdict(list)
     for run in runs:
         found[source.storage(run.rank, run.storage).device].append(run)
-    return [
-        (
-            own,
-            Digests([source.storage(r.rank, r.storage)[r.first : r.first + r.nbytes] for r in own]),
-            [source.storage(r.rank, r.storage)[r.first + r.nbytes :][:DIGEST_BYTES] for r in own],
-        )
-        for own in found.values()
-    ]
+    return [*found.values()]
+
+
+def _bytes(source: TransportReceiver, run: ByteRange) -> torch.Tensor:
+    return source.storage(run.rank, run.storage)[run.first : run.first + run.nbytes]
+
+
+def _sent_behind(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[torch.Tensor]:
+    """Return the digests behind the runs."""
+    return [source.storage(r.rank, r.storage)[r.first + r.nbytes :][:DIGEST_BYTES] for r in runs]
