@@ -255,8 +255,12 @@ def _absence(rank: int) -> None:
                 pass
         dist.barrier()
         if rank:  # they come late, and hear what became of it
-            with pytest.raises(PeerError, match=absent), group_of(rank, 1.0):
+            with (
+                pytest.raises(SyncTimeoutError, match=rf"{absent}.*\[trainer rank 0, phase connect\]") as raised,
+                group_of(rank, 1.0),
+            ):
                 pass
+            assert raised.value.waiting_for
         dist.barrier()
         with group_of(rank) as group:
             assert group.broadcast(3, "plan") == 3

@@ -345,7 +345,7 @@ class Ranks:
                     self._peers[rank].close()
                 self._peers[rank] = connection
         except WeightSyncError as error:
-            meeting.publish("", refusal=error.message)
+            meeting.publish(wrap_exception(error, who=f"trainer rank {self.rank}", phase="connect"))
             raise
 
     def listen_anew(self, phase: str) -> None:

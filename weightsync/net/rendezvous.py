@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from msgspec import json
 
-from weightsync.errors import PeerError, SyncTimeoutError
+from weightsync.errors import ErrorFields, PeerError, SyncTimeoutError, WeightSyncError, from_fields
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
 ALL_PUSH = "every rank must call push, within this time"
 _NO = "! "
-"""Prefix of a text in the place of an offer: the reason why there is none."""
+"""Prefix of rank 0's error, as JSON, in the place of an offer."""
 
 
 class Rendezvous:
@@ -47,11 +48,13 @@ class Rendezvous:
             for call in self._calls:
                 self._store.set(f"what/{call}", what)
 
-    def publish(self, offer: str, refusal: str = "") -> None:
-        """Make the offer, or give the reason why there is none. Called on rank 0."""
+    def publish(self, offer: str | WeightSyncError) -> None:
+        """Make the offer, or give the error in its place. Called on rank 0."""
+        if isinstance(offer, WeightSyncError):
+            offer = _NO + json.encode(offer.to_fields()).decode()
         with _store():
             for call in self._calls:
-                self._store.set(f"offer/{call}", _NO + refusal if refusal else offer)
+                self._store.set(f"offer/{call}", offer)
 
     def check(self, offer: str) -> None:
         """Raise the `PeerError` of a rank that could not connect, if any. Called on rank 0."""
@@ -69,10 +72,10 @@ class Rendezvous:
             host: this rank's address.
             deadline: the limit of the wait for an offer.
             what: this rank's call, `CollectiveCall.what()`.
-            hears: raise rank 0's reason when it has given up the offer of the same call.
+            hears: raise rank 0's error when it has given up the offer of the same call.
 
         Raises:
-            PeerError: rank 0's reason, see `hears`: this rank is late.
+            WeightSyncError: rank 0's error, see `hears`: this rank is late.
             SyncTimeoutError: rank 0 made no offer.
         """
         with _store():
@@ -86,12 +89,12 @@ class Rendezvous:
                 is_same = self._store.get(f"what/{self._calls[0]}").decode() == what
             try:
                 return self._offer()
-            except PeerError:
+            except WeightSyncError:
                 if hears and is_same:
                     raise
 
     def report_failure(self, why: str) -> None:
-        """Tell rank 0 why this rank cannot connect. Raises `PeerError` when rank 0 has given up by itself."""
+        """Tell rank 0 why this rank cannot connect. Raises rank 0's error when it has given up by itself."""
         offer = self._offer()
         with _store():
             self._store.set(f"lost/{offer}", why)
@@ -100,7 +103,7 @@ class Rendezvous:
         with _store():
             offer = str(self._store.get(f"offer/{self._calls[0]}").decode())
         if offer.startswith(_NO):
-            raise PeerError(offer.removeprefix(_NO), phase="connect")
+            raise from_fields(json.decode(offer.removeprefix(_NO), type=ErrorFields))
         return offer
 
     def _wait(self, key: str, who: str, deadline: Deadline) -> str:
