@@ -49,10 +49,12 @@ class BackgroundCall:
         return time.monotonic() - self._seen_at
 
     def _run(self) -> None:
+        logger.debug("%s begins", self.name)
         try:
             self._function(*self._args)
         except BaseException as error:
             self.error = wrap_exception(error, who="", phase="")
+        logger.debug("%s ended", self.name)
         self._over.set()
         self._listener.wake()
 

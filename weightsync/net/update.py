@@ -5,6 +5,7 @@ Code that waits during a push gets the `Update`, and nothing else of `WeightSync
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,13 @@ from weightsync.net import timeouts
 from weightsync.net.modes import PlainModes
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import MAX_VERSION
-from weightsync.report import PushReport, WorkerReport
+from weightsync.report import PushReport, WorkerReport, format_seconds
 
 if TYPE_CHECKING:
     from weightsync.net.ranks import Ranks
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -48,10 +52,12 @@ class Timeline:
         outer, self.phase = self.phase, phase
         span = PhaseSpan(phase, self._now_ns())
         self.spans.append(span)
+        logger.debug("%s begins", phase)
         try:
             yield
         finally:
             span.end_ns = self._now_ns()
+            logger.debug("%s took %s", phase, format_seconds((span.end_ns - span.begin_ns) / 1e9))
         self.phase = outer
 
     def seconds(self, *phases: str) -> float:

@@ -6,6 +6,7 @@ the earlier engines need no new negotiation. A push goes over all sessions, one 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ from weightsync.net.wire import Connect
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, Storage
 from weightsync.transports.base import LocalTensors, Transport
+
+logger = logging.getLogger(__name__)
 
 _MOST = 4
 """Most sessions. Each may send the same bytes once more, and has two chunks of memory. More become one."""
@@ -104,8 +107,14 @@ class TransferSession:
 
         fleet: on rank 0, with the session's engines.
         """
-        ranks, transport = update.ranks, self.transport
-        endpoints = transport.prepare(self.plan, tensors, update)
+        ranks, transport, plan = update.ranks, self.transport, self.plan
+        if fleet is not None:
+            logger.info(
+                "planned a push over %s: %d tensors in %d chunks, from %d ranks to %d workers of %s",
+                *(transport.name, len(plan.manifest), len(plan.chunks), ranks.size, plan.workers),
+                ", ".join(one.engine.name for one in self.handles),
+            )
+        endpoints = transport.prepare(plan, tensors, update)
         proof = transport.prepare_push(WHOLE if self.verify != "none" else None)
         own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
         everyone: list[Memory] = ranks.gather(own, "connect", Memory)
@@ -117,7 +126,7 @@ class TransferSession:
                     transport=transport.name,
                     storages=[row for memory in everyone for row in memory.storages[number]],
                     chunks=list(endpoint.arrivals),
-                    frozen=self.plan.frozen_chunks,
+                    frozen=plan.frozen_chunks,
                     in_place=[run for memory in everyone for run in memory.in_place],
                     proof=[memory.proof for memory in everyone] if self.verify != "none" else [],
                     fields=endpoint.fields,
