@@ -13,10 +13,10 @@ from fake_engine import ModuleHost
 from memory_trainer import MemoryTrainer, manifest_of
 from torch import nn
 
-from weightsync.kernels.quantize import fp8_per_block, fp8_per_channel, int8_per_channel
+from weightsync.kernels.quantize import BlockForm, Form, fp8_per_block, fp8_per_channel, int8_per_channel
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.worker.checkpoint_quantize import int8_packed, mxfp4_experts
-from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER
+from weightsync.worker.load_planner import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER
 from weightsync.worker.loader import Receiver
 
 FP8 = torch.float8_e4m3fn
@@ -111,7 +111,8 @@ def test_the_engine_quantises_as_the_checkpoint_was(scheme: str, travels_as: tor
     sent = {name: tensor.to(travels_as) for name, tensor in new.items()}
     trainer = MemoryTrainer(made, tensors=sent, max_bytes=max_bytes)
     trainer.push()
-    assert trainer.load_paths == {IN_PLACE: 1, NATIVE_LOADER: 3}
+    path = NATIVE_LOADER if "packed" in scheme else FUSED_QUANTIZE
+    assert trainer.load_paths == {IN_PLACE: 1, path: 3}
     expected = Model(*SCHEMES[scheme][:3])
     expected.load_weights(in_8_bits(new, suffix, quantise).items())
     for name, tensor in expected.state_dict().items():
@@ -317,19 +318,30 @@ def test_experts_that_are_no_whole_blocks_are_refused():
     assert "mlp.experts.gate_up_proj" in plan_of(made, experts(1, inputs=48)).refused
 
 
-class ExpertsInBlocks(nn.Module):
-    """VLLM's parameters for experts in fp8: of each, gate over up projection in 128 rows each, and down projection."""
+EXPERTS, HALF, HIDDEN = 16, 128, 256
+OF_EXPERTS: dict[str, tuple[str, Form | BlockForm]] = {
+    "fp8 per block": ("_scale_inv", fp8_per_block),
+    "fp8 per channel": ("_scale", fp8_per_channel),
+}
 
-    def __init__(self) -> None:
+
+class Fp8Experts(nn.Module):
+    """VLLM's parameters for experts in fp8: of each, gate over up projection, and down projection.
+
+    Each of `tp` workers has a part of the rows of gate and up, and of the columns of down.
+    """
+
+    def __init__(self, scheme: str, tp: int = 1, rank: int = 0) -> None:
         super().__init__()
-        for key, rows in (("w13", 256), ("w2", 128)):
-            for suffix, shape, dtype in (
-                ("", (3, rows, 128), FP8),
-                ("_scale_inv", (3, rows // 128, 1), torch.float32),
-            ):
-                data = torch.zeros(shape, dtype=dtype)
-                self.register_parameter(f"{key}_weight{suffix}", nn.Parameter(data, requires_grad=False))
-        self.quant_method = SimpleNamespace(weight_block_size=[128, 128])
+        self.suffix, form = OF_EXPERTS[scheme]
+        self.tp, self.rank = tp, rank
+        for key, rows, columns in (("w13", 2 * HALF * 2 // tp, HIDDEN), ("w2", HIDDEN, 2 * HALF // tp)):
+            weight = torch.zeros(EXPERTS, rows, columns, dtype=FP8)
+            scale = torch.zeros(EXPERTS, *form.scale_shape(rows, columns))
+            for own, data in (("", weight), (self.suffix, scale)):
+                self.register_parameter(f"{key}_weight{own}", nn.Parameter(data, requires_grad=False))
+        if form is fp8_per_block:
+            self.quant_method = SimpleNamespace(weight_block_size=[128, 128])
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         params = dict(self.named_parameters())
@@ -338,19 +350,63 @@ class ExpertsInBlocks(nn.Module):
             target = params[("w2_" if projection == "down_proj" else "w13_") + own].data[int(number)]
             if projection != "down_proj":
                 target = target.chunk(2)[projection == "up_proj"]
+                tensor = tensor.chunk(self.tp)[self.rank]
+            elif tensor.shape[1] > 1:
+                tensor = tensor.chunk(self.tp, 1)[self.rank]
             target.copy_(tensor)
 
 
-def test_experts_are_quantised_in_blocks_one_after_the_other():
-    def drawn(seed: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(seed)
-        names = [f"experts.{n}.{part}_proj.weight" for n in range(3) for part in ("gate", "up", "down")]
-        return {name: torch.randn(128, 128, generator=draw).bfloat16() for name in names}
+def of_experts(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"gate": (2 * HALF, HIDDEN), "up": (2 * HALF, HIDDEN), "down": (HIDDEN, 2 * HALF)}
+    return {
+        f"experts.{n}.{part}_proj.weight": torch.randn(shape, generator=draw).bfloat16()
+        for n in range(EXPERTS)
+        for part, shape in shapes.items()
+    }
 
-    made, new = ModuleHost(ExpertsInBlocks, in_8_bits(drawn(0), "_scale_inv", fp8_per_block)), drawn(1)
+
+def up_before_gate(module: nn.Module) -> None:
+    """What FlashInfer's CUTLASS kernel wants."""
+    if isinstance(module, Fp8Experts):
+        for key in ("w13_weight", f"w13_weight{module.suffix}"):
+            param = getattr(module, key)
+            setattr(module, key, nn.Parameter(torch.cat([*reversed(param.data.chunk(2, 1))], 1), requires_grad=False))
+
+
+def host_of_experts(scheme: str, seed: int, tp: int, process: Any) -> ModuleHost:
+    suffix, form = OF_EXPERTS[scheme]
+    rank = tp - 1
+    made = ModuleHost(lambda: Fp8Experts(scheme, tp, rank), in_8_bits(of_experts(seed), suffix, form), process)
     made.dtype = torch.bfloat16
-    MemoryTrainer(made, tensors=new).push()
-    expected = ExpertsInBlocks()
-    expected.load_weights(in_8_bits(new, "_scale_inv", fp8_per_block).items())
-    for name, tensor in expected.state_dict().items():
+    return made
+
+
+@pytest.mark.parametrize("max_bytes", [None, 40_000, 1 << 16])
+@pytest.mark.parametrize("process", [lambda module: None, up_before_gate], ids=["as loaded", "up before gate"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("scheme", OF_EXPERTS)
+def test_experts_are_quantised_as_the_checkpoint_was(scheme: str, tp: int, process: Any, max_bytes: int | None):
+    made = host_of_experts(scheme, 0, tp, process)
+    trainer = MemoryTrainer(made, tensors=of_experts(1), max_bytes=max_bytes)
+    trainer.push()
+    # Parts of columns have the scales of whole rows, but blocks of their own.
+    needs_whole_rows = tp == 2 and scheme == "fp8 per channel"
+    assert trainer.load_paths == {NATIVE_LOADER if needs_whole_rows else FUSED_QUANTIZE: 1}
+    expected = host_of_experts(scheme, 1, tp, process)
+    for name, tensor in expected.live.state_dict().items():
+        assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name
+
+
+def test_a_plan_for_8_bits_after_one_for_more_loads_them_as_they_are():
+    made = host_of_experts("fp8 per block", 0, 1, lambda module: None)
+    receiver = Receiver(made)
+    new = in_8_bits(of_experts(2), "_scale_inv", fp8_per_block)
+    for tensors, path in ((of_experts(1), FUSED_QUANTIZE), (new, IN_PLACE)):
+        trainer = MemoryTrainer(made, tensors=tensors, receivers=[receiver])
+        trainer.push()
+        receiver.disconnect()
+        assert trainer.load_paths == {path: 1}
+    expected = host_of_experts("fp8 per block", 2, 1, lambda module: None)
+    for name, tensor in expected.live.state_dict().items():
         assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name

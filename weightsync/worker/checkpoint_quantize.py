@@ -10,7 +10,7 @@ itself needs nothing of this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -202,22 +202,25 @@ def quantised(
             yield from zip((meta.name for meta in pair.made), pair.quantise(tensor.to(dtype)), strict=True)
 
 
-def collapse(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
+def collapse(
+    trace: Trace, pairs: dict[str, QuantizedTensors], values: Collection[str], scales: Collection[str]
+) -> Trace:
     """Return a trace of the expanded manifest in terms of the trainer's tensors.
 
-    A parameter that takes values or scales counts as computed from the trainer's tensor.
+    A parameter that takes values or scales counts as computed from the trainer's tensor. A parameter in `values` is
+    quantised on the way, and takes copies of the trainer's tensor. A parameter in `scales` takes nothing.
     """
     if not pairs:
         return trace
     source = _sources(pairs)
     computed = {param: _rename(names, source) for param, names in trace.computed.items()}
     for copy in trace.copies:
-        if copy.name in source:
+        if copy.name in source and copy.param not in values and copy.param not in scales:
             names = computed.setdefault(copy.param, [])
             if source[copy.name] not in names:
                 names.append(source[copy.name])
     return Trace(
-        copies=[copy for copy in trace.copies if copy.name not in source],
+        copies=[copy for copy in trace.copies if copy.name not in source or copy.param in values],
         fills=trace.fills,
         computed=computed,
         refused={source.get(name, name): text for name, text in trace.refused.items()},
@@ -301,7 +304,7 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Quanti
     if name + suffix in manifest:
         return f"{name + suffix} comes with it: send both in 8 bits, or the weight alone in bfloat16"
     blocks = _block_size(module)
-    if len(meta.shape) != 2 or weight.dim() != (3 if own in _OF_EXPERTS and blocks else 2):
+    if len(meta.shape) != 2 or weight.dim() != (3 if own in _OF_EXPERTS else 2):
         return "only two-dimensional weights are made into 8 bits"
     rows, columns = meta.shape
     kept = str(scale.dtype).removeprefix("torch.")
@@ -318,7 +321,7 @@ def _pair(model: nn.Module, manifest: Manifest, name: str, param: str) -> Quanti
             TensorMeta(name + "_shape", (2,), "int64"),
         )
         return QuantizedTensors(made, partial(int8_packed, group=group))
-    if tuple(scale.shape) == (weight.shape[0], 1) and weight.dtype in _PER_CHANNEL:
+    if tuple(scale.shape) == (*weight.shape[:-1], 1) and weight.dtype in _PER_CHANNEL:
         shape, quantise = (rows, 1), _PER_CHANNEL[weight.dtype]
     elif weight.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and blocks == [BLOCK, BLOCK]:
         shape, quantise = (-(-rows // BLOCK), -(-columns // BLOCK)), fp8_per_block

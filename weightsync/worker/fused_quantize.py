@@ -31,7 +31,7 @@ from weightsync.worker.placement import Placement, find_placement
 
 logger = logging.getLogger(__name__)
 
-_SCALES = ("_scale", "_scale_inv")
+SCALES = ("_scale", "_scale_inv")
 """The endings of a scale's key, after the key of its weight."""
 _BITS = 8
 """Random bits of a value, or of a scale, made from random weights."""
@@ -52,19 +52,27 @@ class Recipe:
     shared: whether the workers of the engine agree on its scales.
     weight: the key of the parameter, and afterwards of its values.
     scale: the key of the scales.
+    wide: the dtype of the weight before it is quantised.
     shape: the shape of the weight.
     values_at, scale_at: the places of values and scales, each with three dimensions, in the live tensors.
-    layouts: the layouts of the live tensors.
+    layouts: the layouts of the live tensors, if post-processing makes them.
     """
 
     form: AnyForm
     shared: bool
     weight: str
     scale: str
+    wide: torch.dtype
     shape: Shape
     values_at: Placement
     scale_at: Placement
-    layouts: tuple[Layout, Layout]
+    layouts: tuple[Layout, ...] = ()
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether rows lie dense, and only whole rows are swapped, with their scales."""
+        moved = self.values_at.swapped if self.form.height else None
+        return self.values_at.stride[2] == 1 and self.values_at.swapped in (None, 1) and self.scale_at.swapped == moved
 
     @property
     def height(self) -> int | None:
@@ -114,7 +122,7 @@ def find_recipes(
     """
     new = {key for key, tensor in processed.items() if not same_contents(loaded.get(key), tensor)}
     gone = [key for key, tensor in loaded.items() if not same_contents(tensor, processed.get(key))]
-    scales = {key: next((key + end for end in _SCALES if key + end in new), "") for key in gone}
+    scales = {key: next((key + end for end in SCALES if key + end in new), "") for key in gone}
     if new != {*scales, *scales.values()}:
         return ()
     found: list[Recipe] = []
@@ -200,7 +208,7 @@ def _candidates(
     is_known = is_known and scale.dtype == torch.float32 and values.numel() == weight.numel()
     if not is_known or weight.shape[-1] > MAX_COLUMNS:
         return
-    matrices, rows, columns = _shape(weight)
+    matrices, rows, columns = as_matrices(weight)
     blocks = block_forms if weight.is_cuda else (fp8_per_block,)
     # One block has the scale of a whole matrix, but not the scale's number of dimensions.
     floats = (*blocks, fp8_per_tensor) if scale.dim() == weight.dim() else (fp8_per_tensor, *blocks)
@@ -219,7 +227,7 @@ def _find_recipe(
 ) -> Recipe | None:
     """Return the recipe with this form, if it leaves the same bits as post-processing."""
     weight, (theirs, their_scale) = loaded[keys[0]], (processed[key] for key in keys)
-    shape = _shape(weight)
+    shape = as_matrices(weight)
     values = torch.empty(shape, dtype=form.dtype, device=weight.device)
     scale = weight.new_empty((shape[0], *form.scale_shape(*shape[1:])), dtype=torch.float32)
     job = Job((Piece(0, 0, weight.view(shape)),), values, scale)
@@ -227,12 +235,10 @@ def _find_recipe(
     places = (_find_place(values, theirs), _find_place(scale, their_scale)) if is_run else (None, None)
     recipe, (values_at, scale_at) = None, places
     if values_at is not None and scale_at is not None:
-        # Rows must be dense, and only whole rows may have moved, with their scales.
-        moved = values_at.swapped if form.height else None
-        if values_at.stride[2] == 1 and values_at.swapped in (None, 1) and scale_at.swapped == moved:
-            layouts = _layout(theirs), _layout(their_scale)
-            recipe = Recipe(form, shared, *keys, shape, values_at, scale_at, layouts)
-    return recipe if _agree(recipe is not None, weight.device, all_reduce_max) else None
+        layouts = _layout(theirs), _layout(their_scale)
+        recipe = Recipe(form, shared, *keys, weight.dtype, shape, values_at, scale_at, layouts)
+    is_found = recipe is not None and recipe.is_possible
+    return recipe if _agree(is_found, weight.device, all_reduce_max) else None
 
 
 def _find_place(mine: torch.Tensor, theirs: torch.Tensor) -> Placement | None:
@@ -264,7 +270,7 @@ def _agree(mine: bool, device: torch.device, all_reduce_max: AllReduceMax | None
     return not doubt.item()
 
 
-def _shape(weight: torch.Tensor) -> Shape:
+def as_matrices(weight: torch.Tensor) -> Shape:
     """Return the shape of a weight as matrices."""
     matrices = weight.shape[0] if weight.dim() == 3 else 1
     return matrices, weight.shape[-2], weight.shape[-1]

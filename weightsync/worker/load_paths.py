@@ -80,7 +80,7 @@ class Arrivals:
         self.copy_programs = source.copy_programs
         self.ops = _by_param(copy_ops(self._direct_copies(), locations, nearest))
         self.whole_ops = _by_param(copy_ops(self._whole_copies(), locations, nearest))
-        self.weights = [Weight(group, recipe) for group in self.groups(FUSED_QUANTIZE) for recipe in group.recipes]
+        self.weights = [Weight(group, recipe) for group in self.groups(FUSED_QUANTIZE) for recipe in group.all_recipes]
         self._needed: dict[ModuleGroup | Weight, Sequence[CopyOp]] = {
             group: self._needs(group, path) for group, path in traced.load_path.items() if path != FUSED_QUANTIZE
         }
@@ -267,11 +267,10 @@ class FusedQuantize(LoadPath):
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
-        self._loaded = named_tensors(self._model.pristine())
         self._views: dict[Weight, list[tuple[CopyOp, torch.Tensor]]] = {}
         self._pieces: dict[Weight, list[list[Piece] | None]] = {}
         for weight in arrivals.weights:
-            like = torch.empty(0, dtype=self._loaded[weight.param].dtype, device=self._model.device)
+            like = torch.empty(0, dtype=weight.recipe.wide, device=self._model.device)
             seen = [(op, arrivals.view(op)) for op in join_regular(arrivals.ops.get(weight.param, ()))]
             self._views[weight] = seen
             self._pieces[weight] = [pieces_of(op, view, weight.recipe.shape, like) for op, view in seen]
@@ -310,7 +309,7 @@ class FusedQuantize(LoadPath):
         for weight, op, seen in self._parts.get(chunk, ()):
             torch.as_strided(self.put_together(weight), op.size, op.dst_stride, op.dst_offset).copy_(seen)
         for weight in self._due.get(chunk, ()):
-            whole = Piece(0, 0, self.put_together(weight).view(weight.recipe.shape))
+            whole = Piece(0, 0, self.put_together(weight))
             self._quantiser(weight.recipe.form, weight.recipe.shared, [self._job(weight, [whole])]).run()
             del self._fresh[weight]
         return self._nbytes[chunk]
@@ -321,8 +320,8 @@ class FusedQuantize(LoadPath):
     def put_together(self, weight: Weight) -> torch.Tensor:
         """Return the memory in which this weight is put together."""
         if weight not in self._fresh:
-            loaded = self._loaded[weight.param]
-            self._fresh[weight] = torch.empty(loaded.shape, dtype=loaded.dtype, device=self._model.device)
+            recipe = weight.recipe
+            self._fresh[weight] = torch.empty(recipe.shape, dtype=recipe.wide, device=self._model.device)
             for fill in self._arrivals.traced.fills.get(weight.param, ()):
                 fill.apply(self._fresh[weight])
         return self._fresh[weight]

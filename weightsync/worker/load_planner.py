@@ -24,6 +24,7 @@ from weightsync.worker.checkpoint_quantize import (
     trace_quantized,
 )
 from weightsync.worker.engine_model import DRAFTER, EngineModel
+from weightsync.worker.fused_checkpoint import find_checkpoint_recipes
 from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, find_groups, moved_views
 from weightsync.worker.placement import place
 from weightsync.worker.probe_load_paths import choose_load_paths
@@ -101,9 +102,9 @@ class LoadPlanner:
             seen.copies += [structs.replace(copy, param=view) for copy in seen.copies if copy.param == param]
             if param in seen.computed:
                 seen.computed[view] = seen.computed[param]
-        landed, trace = renamed(seen, pairs), collapse(seen, pairs)
-        self._refuse_made(trace)
+        self._refuse_made(seen)
         self._find_groups()
+        landed, trace = renamed(seen, pairs), collapse(seen, pairs, *self._find_fused(seen, manifest, pairs))
         group_of = {name: group for group in self._groups for name in group.params}
         if buffers := [name for name in trace.computed if name not in group_of]:
             raise UnsupportedError(
@@ -172,18 +173,30 @@ class LoadPlanner:
         found: list[LoadCopy] = []
         for copy in trace.copies:
             group = group_of.get(copy.param)
-            placement = None if group is None else group.placements.get(copy.param)
+            placement = None if group is None or group.checkpoint_recipes else group.placements.get(copy.param)
             if placement is None:
                 found.append(copy)
             elif placed := place(copy, tuple(pristine[copy.param].shape), placement):
                 found += placed
             else:
                 unlike.add(copy.param)
-        if others := {group_of[param] for param in unlike if param in group_of and group_of[param].placements}:
+        of_unlike = {group_of[param] for param in unlike if param in group_of}
+        if others := {group for group in of_unlike if group.placements and not group.checkpoint_recipes}:
             for group in others:
                 group.in_place, group.placements = False, {}
             return self._place(trace, group_of)
         return found
+
+    def _find_fused(
+        self, seen: Trace, manifest: Manifest, pairs: Mapping[str, QuantizedTensors]
+    ) -> tuple[set[str], set[str]]:
+        """Set the groups' recipes for tensors of `pairs`. Return the parameters of their values and of their scales."""
+        found = find_checkpoint_recipes(self._groups, seen, manifest, pairs, self._model.dtype)
+        for group in self._groups:
+            group.checkpoint_recipes = found.get(group, ())
+        recipes = [(group, recipe) for group, those in found.items() for recipe in those]
+        values = {group.param(recipe.weight) for group, recipe in recipes}
+        return values, {group.param(recipe.scale) for group, recipe in recipes}
 
     def _fills_drafter(self, trace: Trace) -> bool:
         """Return whether the trainer has any tensor of the drafter alone.
@@ -271,9 +284,9 @@ def _load_paths(groups: Sequence[ModuleGroup], computed: set[ModuleGroup]) -> di
     def path(group: ModuleGroup) -> str:
         if group in computed:
             return NATIVE_LOADER
-        if group.in_place:
-            return IN_PLACE
-        return FUSED_QUANTIZE if group.recipes else RELOAD
+        if group.all_recipes:
+            return FUSED_QUANTIZE
+        return IN_PLACE if group.in_place else RELOAD
 
     return {group: path(group) for group in groups}
 

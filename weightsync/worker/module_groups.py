@@ -27,6 +27,7 @@ class ModuleGroup:
     in_place: post-processing leaves loaded parameters as they are, or only rearranges them.
     placements: by parameter, the arrangement where it is another one than the loader's.
     recipes: post-processing only quantises weights, in these ways.
+    checkpoint_recipes: for the current plan, the ways to quantise weights as the checkpoint has them.
     changed: the attributes set by post-processing, for each part of each module.
     opaque: one of these attributes holds an object made from the weights. No copy can fill it again.
     keep_alive: objects that an opaque group's kernels may point to.
@@ -39,9 +40,15 @@ class ModuleGroup:
     in_place: bool = False
     placements: dict[str, Placement] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
+    checkpoint_recipes: tuple[Recipe, ...] = ()
     changed: list[list[str]] = field(default_factory=list)
     opaque: bool = False
     keep_alive: Any = None
+
+    @property
+    def all_recipes(self) -> tuple[Recipe, ...]:
+        """The ways to quantise weights on the way."""
+        return self.checkpoint_recipes or self.recipes
 
     def param(self, key: str) -> str:
         """Return the name of the first module's parameter `key`. The root module has no name."""
@@ -49,8 +56,8 @@ class ModuleGroup:
 
     def takes_in_place(self, param: str) -> bool:
         """Return whether bytes for `param`, one of `params`, are copied into the live parameter."""
-        quantised = [self.param(recipe.weight) for recipe in self.recipes]
-        return self.in_place or (bool(quantised) and param not in quantised)
+        quantised = [self.param(recipe.weight) for recipe in self.all_recipes]
+        return param not in quantised and (self.in_place or bool(quantised))
 
     def pristine_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the never loaded modules, each once, in the order of `params`."""
