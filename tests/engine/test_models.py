@@ -311,7 +311,7 @@ Found with {packages}, on a CPU with {cpu()}.
   experts were also pushed by a trainer that names each expert as the checkpoint does.
 - *plan*: the load plans traced from vLLM's loader fill every parameter of every worker once. Together they read every
   tensor whole. No engine ran.
-- *load paths*: how the engine's modules took the weights, see [architecture](../internals/architecture.md#load-paths).
+- *load paths*: how the engine's modules took the weights, see [architecture](../internals/loading.md#load-paths).
   It depends on the kernels that vLLM chooses. On a GPU, and on a CPU with AVX-512, more modules are reloaded.
 
 Each model is a tiny random model of that family's class. The results do not depend on size.

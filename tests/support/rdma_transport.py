@@ -1,4 +1,4 @@
-"""A transport over RDMA reads: the sketch of docs/extend/index.md, with a stand-in of NIXL's agent that copies memory.
+"""A transport over RDMA reads: the sketch of docs/extend/transport.md. A stand-in of NIXL's agent copies memory.
 
 Workers read, and ranks only say how far they have come: `filled` counts chunks, in memory that workers read, too.
 """

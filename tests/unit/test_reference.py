@@ -14,6 +14,7 @@ from reference_pages import PAGES, PUBLIC, ROOT, definition, names_of
 
 import weightsync
 from weightsync import errors
+from weightsync.fleet.engine_handle import UpdateState
 
 REFERENCE = ROOT / "docs/reference"
 
@@ -51,3 +52,24 @@ def test_every_environment_variable_of_weightsync_is_listed():
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "weightsync").rglob("*.py"))
     named = set(re.findall(r"\bWEIGHTSYNC_[A-Z_]+\b", code)) - {"WEIGHTSYNC_PARENT"}  # between our own processes
     assert set(re.findall(r"WEIGHTSYNC_[A-Z_]+", read("environment"))) == named
+
+
+def test_the_diagram_of_states_is_that_of_an_engine():
+    page = (ROOT / "docs/internals/architecture.md").read_text(encoding="utf-8")
+    edges = set(re.findall(r"^    ([A-Z]+) --> ([A-Z]+): ", page, re.MULTILINE))
+    *path, failed = (state.name for state in UpdateState)  # in the order of a push
+    assert edges == {
+        *zip(path, [*path[1:], path[0]], strict=True),
+        ("OPEN", "CLOSED"),  # `Fleet.cancel`
+        *((state, failed) for state in path),
+    }
+
+
+def test_texts_to_look_for_are_in_the_code():
+    page = (ROOT / "docs/operate/troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("## It hangs")[0], re.MULTILINE)
+    wanted = {part for row in rows for text in re.findall(r"`([^`]+)`", row) for part in text.split(" ... ")}
+    code = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "weightsync").rglob("*.py"))
+    joined = re.sub(r'"\s+f?"', "", code)  # strings that Python joins
+    assert wanted
+    assert not {text for text in wanted if text not in joined}

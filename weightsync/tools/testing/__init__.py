@@ -2,7 +2,7 @@
 
 Each check makes the same calls to one implementation as the rest of weightsync. It raises `AssertionError` with the
 broken promise. The promises are in the docstrings of `weightsync.sources.base`, `weightsync.transports.base` and
-`weightsync.engines`. docs/extend/index.md shows how to call the checks. They need neither pytest nor vLLM.
+`weightsync.engines`. docs/extend/conformance.md shows how to call the checks. They need neither pytest nor vLLM.
 """
 
 from weightsync.tools.testing.engines import check_dead_engine, check_engine
