@@ -230,7 +230,8 @@ class LoadPlanner:
 
     def _fitting_names(self, manifest: Manifest, trace: Trace, missing: Collection[str]) -> list[str]:
         """Return the checkpoint names of tensors with a prefix too many or too few. Empty: the fault is another one."""
-        strangers = [meta.name for meta in manifest if meta.name not in _read(trace).union(trace.refused)]
+        known = _read(trace).union(trace.refused)
+        strangers = [name for name in manifest.names if name not in known]
         if not (missing and strangers):
             return []
         pristine = self._model.pristine()
