@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from posixpath import commonpath
@@ -228,7 +228,7 @@ class LoadPlanner:
             if name not in known and (name in passed or name.startswith(beginnings) or self._model.passes_over(name))
         ]
 
-    def _fitting_names(self, manifest: Manifest, trace: Trace, missing: Collection[str]) -> list[str]:
+    def _fitting_names(self, manifest: Manifest, trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
         """Return the checkpoint names of tensors with a prefix too many or too few. Empty: the fault is another one."""
         known = _read(trace).union(trace.refused)
         strangers = [name for name in manifest.names if name not in known]
@@ -239,9 +239,11 @@ class LoadPlanner:
         def find(new: Mapping[str, str]) -> set[str]:
             feed = Feed([structs.replace(manifest[old], name=name) for old, name in new.items()])
             try:
-                return _read(run_loader(pristine, partial(self._model.load_weights, pristine), feed, may_lack=True))
+                seen = run_loader(pristine, partial(self._model.load_weights, pristine), feed, may_lack=True)
             except Exception:  # the loader does not know a name
                 return set()
+            fills = any(copy.param in missing for copy in seen.copies) or seen.computed.keys() & missing
+            return _read(seen) if fills else set()
 
         beginnings = [f"{child}." for child in dict.fromkeys(["model", *pristine._modules])]
         found = find_rename(strangers, beginnings, find)
