@@ -383,7 +383,7 @@ class WeightSync:
         except BaseException as error:
             turn.is_over = True
             if isinstance(error, WeightSyncError) and self._turn is turn and self._ranks.rank == 0:
-                logger.error("%s failed: %s", name, error)
+                logger.error("%s failed: %s", name, str(error))  # a handler may keep the record, and so the traceback
                 telemetry.push_failed(timeline, error)
             raise
         finally:
