@@ -143,7 +143,7 @@ def test_a_slow_link_carries_what_has_changed_alone(tmp_path: Path):
 @all_hosts
 @pytest.mark.parametrize(("rate", "of_each"), [(RATE, 1), (RATE, 3), ("1gbit", 1), ("", 1)])
 def test_seconds_of_a_push(tmp_path: Path, rate: str, of_each: int):
-    """Print a row of docs/use/slow-links.md for each learning rate: medians, in turns, so that a load is on all."""
+    """Print a row of docs/evidence/deltas.md for each learning rate: medians, in turns, so that a load is on all."""
     layers, count = 28, 9
     fleets = "BCD"[:of_each], "EFG"[:of_each]
     with Hosts("A", *"".join(fleets), shared=tmp_path) as hosts:

@@ -4,7 +4,7 @@
 
 The policies are the tiny one of examples/grpo.py and one of 20 million parameters, trained by that example's own
 functions: AdamW over float32 masters, pushed in bfloat16. The rollouts are sampled by torch, in bfloat16, from what a
-push would have delivered. It prints the table of docs/use/slow-links.md.
+push would have delivered. It prints the first table of docs/evidence/deltas.md.
 """
 
 from __future__ import annotations
