@@ -93,7 +93,7 @@ test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL,
 	PYTHONPATH=.:tests/integrations:tests/integrations_frameworks $(PY) -m pytest -q -W default --durations=25 \
 	    tests/integrations_frameworks $(ARGS)
 
-test-dashboard: $(INSTALLED) ## Put the queries of docs/operate/grafana.json to a Prometheus: `make test-dashboard PROMETHEUS=/usr/bin/prometheus`.
+test-dashboard: $(INSTALLED) ## Put the queries of docs/operate/grafana.json, and the alerts, to a Prometheus: `make test-dashboard PROMETHEUS=/usr/bin/prometheus`.
 	PROMETHEUS=$(PROMETHEUS) $(PY) -m pytest -q -W default tests/integrations_prometheus $(ARGS)
 
 dashboard-picture: .dashboard/page.js $(INSTALLED) ## Draw docs/operate/grafana.png from ten minutes of pushes. Needs prometheus, chromium and npm.

@@ -242,3 +242,4 @@ def test_the_dashboard_and_the_page_name_every_metric_and_no_other() -> None:
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert named_in(" ".join(queries)) == names()
     assert named_in((ROOT / "docs/reference/metrics.md").read_text()) == names()
+    assert named_in((ROOT / "docs/operate/alerts.yml").read_text()) < names()
