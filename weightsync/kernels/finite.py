@@ -12,30 +12,19 @@ from collections.abc import Sequence
 import torch
 
 
-class NonFiniteSearch:
-    """A search under way. Its sums are queued on the current streams, so it can overlap with other work."""
-
-    @torch.no_grad()
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._sums: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
-        for number, tensor in enumerate(tensors):
-            if tensor.is_floating_point() and tensor.numel():
-                self._sums[tensor.device][number] = sum_of(tensor)
-
-    @torch.no_grad()
-    def found(self) -> list[int]:
-        """Return the numbers of the tensors that hold a NaN or an infinity, in order. Waits for their GPUs."""
-        suspects: list[int] = []
-        for of_device in self._sums.values():
-            are_finite = torch.stack([each.double() for each in of_device.values()]).isfinite().tolist()
-            suspects += [number for number, is_finite in zip(of_device, are_finite, strict=True) if not is_finite]
-        return sorted(number for number in suspects if not _is_finite(self._tensors[number]))
-
-
+@torch.no_grad()
 def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the numbers of the tensors that hold a NaN or an infinity, in order. Waits for their GPUs."""
-    return NonFiniteSearch(tensors).found()
+    sums: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
+    for number, tensor in enumerate(tensors):
+        if tensor.is_floating_point() and tensor.numel():
+            own = sum_of(tensor)
+            sums[own.device, own.dtype][number] = own
+    suspects: list[int] = []
+    for alike in sums.values():
+        are_finite = torch.stack([*alike.values()]).isfinite().tolist()
+        suspects += [number for number, is_finite in zip(alike, are_finite, strict=True) if not is_finite]
+    return sorted(number for number in suspects if not _is_finite(tensors[number]))
 
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:

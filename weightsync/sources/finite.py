@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from weightsync.kernels.finite import NonFiniteSearch, find_non_finite, sum_of
+from weightsync.kernels.finite import find_non_finite, sum_of
 from weightsync.kernels.runs import Run, join_runs
 from weightsync.sources.base import Model, Reading, ShardSource, SteadySource, TensorShard
 
@@ -34,7 +34,6 @@ class FiniteSource(SteadySource):
         self._looks = 0
         self._lying: list[TensorShard] = []  # the shards in the trainer's memory
         self._runs: list[Run] = []
-        self._search: tuple[list[Run], NonFiniteSearch] | None = None
 
     def _derive(self, given: Reading) -> Reading:
         self._lying = [shard for shard in given.shards if shard.compute is None]
@@ -51,30 +50,18 @@ class FiniteSource(SteadySource):
         self._sums = []
         return super().read(model)
 
-    def begin_search(self, left_out: Collection[str] = ()) -> None:
-        """Begin the search of `non_finite` in the trainer's memory, apart from tensors named in `left_out`.
-
-        On a GPU the search is queued on the current stream.
-        """
-        due = [run for number, run in enumerate(self._runs) if self._is_due(number, run.data)]
-        if left_out:
-            names = [shard.meta.name for shard in self._lying]
-            due = [run for run in due if not all(names[number] in left_out for number in run.members)]
-        self._search = due, NonFiniteSearch([run.data for run in due])
-
     def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
         """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
 
         For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
-        `left_out` are not checked. `begin_search` may have been called with the same names.
+        `left_out` are not checked.
         """
-        if self._search is None:
-            self.begin_search(left_out)
-        assert self._search is not None
-        (due, search), self._search = self._search, None
-        bad = [due[number] for number in search.found()]
-        near = [self._lying[number] for run in bad for number in run.members]
-        near = [shard for shard in near if shard.meta.name not in left_out]
+        names = [shard.meta.name for shard in self._lying]
+        due = [run for number, run in enumerate(self._runs) if self._is_due(number, run.data)]
+        if left_out:
+            due = [run for run in due if not all(names[number] in left_out for number in run.members)]
+        bad = [due[number] for number in find_non_finite([run.data for run in due])]
+        near = [self._lying[number] for run in bad for number in run.members if names[number] not in left_out]
         found = [near[number].meta.name for number in find_non_finite([shard.tensor for shard in near])]
         sums, self._sums = self._sums, []
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]

@@ -133,14 +133,14 @@ class CopyWeights(FleetStrategy):
             self._source.gather((), update.meet)
         left_out = frozenset.intersection(*(session.left_out for session in push.sessions))
         with timeline.during("load"), update.blaming_ranks():
-            self._finite.begin(left_out)  # this and the next overlap with the workers' loading
+            seen = self._finite.look(left_out)  # this and the next overlap with the workers' loading
             self._memory.note(push.version, push.label)
             done, sent_bytes = self._wait_done(update, push)
         report: PushReport | None = None
         with timeline.during("commit"):
             if fleet is not None:
                 report = self._commit(fleet, timeline, push, done, sent_bytes)
-            self._finite.warn(update, push.version, left_out)
+            self._finite.warn(update, push.version, seen)
             report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may return after it
         for session in push.sessions:
             session.pushes += 1

@@ -50,28 +50,30 @@ class FiniteCheck:
                     shard.values()
         if names:
             self._checked.gather((), update.meet)
-        if bad := ranks.broadcast(self._found(update, (), "plan"), "plan", list[str]):
+        if bad := ranks.broadcast(_of_all(update, self._checked.non_finite(), "plan"), "plan", list[str]):
             raise NonFiniteError(
                 f"{len(bad)} tensors hold NaN or infinity, and nothing was written: {first_few(bad)}. Push finite "
                 'weights, or set non_finite="warn"',
                 tensors=bad,
             )
 
-    def begin(self, left_out: Collection[str] = ()) -> None:
-        """Begin the search of `warn`, so that it overlaps with the workers' loading. Not collective."""
-        if self._checked is not None:
-            self._checked.begin_search(left_out)
+    def look(self, left_out: Collection[str] = ()) -> list[str]:
+        """Return the names of this rank's tensors with NaN or infinity, as far as this push checks. Not collective.
 
-    def warn(self, update: Update, version: int, left_out: Collection[str] = ()) -> None:
-        """Warn of served tensors with NaN or infinity, as far as this push checked. `left_out` did not travel."""
-        if self._checked is not None and (bad := self._found(update, left_out, "commit")):
+        left_out: the tensors that did not travel.
+        """
+        return [] if self._checked is None else self._checked.non_finite(left_out)
+
+    def warn(self, update: Update, version: int, seen: Sequence[str]) -> None:
+        """Warn of the tensors that the ranks have `seen` by `look`, now served."""
+        if self._checked is not None and (bad := _of_all(update, seen, "commit")):
             warn_of(version, bad)
 
-    def _found(self, update: Update, left_out: Collection[str], phase: str) -> list[str]:
-        """Return the names of all ranks' tensors with NaN or infinity, on rank 0. Return an empty list elsewhere."""
-        assert self._checked is not None
-        everyone = update.ranks.gather(self._checked.non_finite(left_out), phase, list[str])
-        return list(dict.fromkeys(name for each in everyone for name in each)) if update.ranks.rank == 0 else []
+
+def _of_all(update: Update, seen: Sequence[str], phase: str) -> list[str]:
+    """Return the names that any rank has seen, on rank 0. Return an empty list elsewhere. Collective."""
+    everyone = update.ranks.gather(seen, phase, list[str])
+    return list(dict.fromkeys(name for each in everyone for name in each))
 
 
 def warn_of(version: int, names: Sequence[str]) -> None:

@@ -148,7 +148,7 @@ class SaveAndRestart(UpdateStrategy):
                 restart_s = update.timeline.seconds("restart")
                 report = update.timeline.report(version=version, nbytes=nbytes, load_s=restart_s, pause_s=restart_s)
                 logger.info("saved and restarted %s", report)
-            self._finite.warn(update, version)
+            self._finite.warn(update, version, self._finite.look())
             pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)
         return pushed
 

@@ -163,7 +163,7 @@ class SharedMemory(FleetStrategy):
                 report = timeline.report(workers, away_s=body_s, version=version, nbytes=0, pause_s=pause_s)
                 logger.info("wrote %s", report)
             self._finite.source.read(attached.model)
-            self._finite.warn(update, 0 if report is None else report.version)
+            self._finite.warn(update, 0 if report is None else report.version, self._finite.look())
             update.report = ranks.broadcast(report, "commit", PushReport)
 
     def close(self) -> None:
