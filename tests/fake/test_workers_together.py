@@ -113,7 +113,7 @@ def test_worker_that_fails_does_not_leave_the_others_in_their_post_processing(
             if number == chunk:
                 raise DigestError("the bytes for one worker have changed on the way")
 
-        monkeypatch.setattr(plan._verifier, "check_chunk", fail)
+        monkeypatch.setattr(plan.verifier, "check_chunk", fail)
         started = time.monotonic()
         with pytest.raises(DigestError):
             sync.push(model)

@@ -197,10 +197,17 @@ class Receiver:
                 if self._plan.reloads:
                     self._planner.addresses.note()
                 done = self._plan.run(go, wait, new_deadline, tell)
+            # The GPU may copy on meanwhile.
             started = time.perf_counter()
             self._check_addresses()
+            if self._model.clear_kv_cache():
+                logger.warning("cleared the KV cache: weights before version %d have left NaN in it", go.version)
+            checked = time.perf_counter()
+            if self._plan is not None:
+                self._plan.verifier.finish(go)
             _synchronise(self._model.device)
-        self.loaded = replace(done, load_s=done.load_s + time.perf_counter() - started)
+        verify_s = done.verify_s + time.perf_counter() - checked
+        self.loaded = replace(done, load_s=done.load_s + checked - started, verify_s=verify_s)
         return self.loaded
 
     def commit(self, version: int) -> float:
@@ -216,8 +223,6 @@ class Receiver:
             raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
         started = time.perf_counter()
         with self._model.scope():
-            if self._model.clear_kv_cache():
-                logger.warning("cleared the KV cache: weights before version %d have left NaN in it", version)
             is_refreshed = self._model.refresh_derived_state()
             _synchronise(self._model.device)
             if is_refreshed:
@@ -254,8 +259,8 @@ class _BoundPlan:
         self.is_committed = False
         self.is_whole_push = False
         self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
-        self._verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
-        self._verifier.prove(message.proof)
+        self.verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
+        self.verifier.prove(message.proof)
         own = describe_device(model.device)[1]
         nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
         locations = [arrival.locations for arrival in message.chunks]
@@ -294,7 +299,7 @@ class _BoundPlan:
             )
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
-        """Verify and load every chunk of a push as it arrives.
+        """Load every chunk of a push as it arrives, and begin to verify it. `verifier.finish` must follow.
 
         Workers agree that none of them has failed before they load a chunk with collective steps.
         """
@@ -328,7 +333,7 @@ class _BoundPlan:
     ) -> Done:
         transfer_s = verify_s = load_s = 0.0
         nbytes, loaded, source = 0, [], self._arrivals.source
-        self._verifier.begin()
+        self.verifier.begin()
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
                 path.begin(is_first)
@@ -337,7 +342,7 @@ class _BoundPlan:
             if is_first or number in self._blocking:  # the first launch of a kernel loads it, which waits for the GPU
                 await_stream(self._arrivals.model.device, number, source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
-            self._verifier.check_chunk(number, go.sample)
+            self.verifier.check_chunk(number, go.sample)
             verified = time.perf_counter()
             with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
                 nbytes += sum(path.load(number) for path in self._paths)
@@ -345,8 +350,6 @@ class _BoundPlan:
             transfer_s, verify_s = transfer_s + arrived - since, verify_s + verified - arrived
             since = time.perf_counter()
             load_s += since - verified
-        self._verifier.finish(go)
-        verify_s += time.perf_counter() - since
         if loaded != list(due):
             raise ProtocolError(f"{len(loaded)} of {len(due)} chunks of version {go.version} came, or in another order")
         if unfinished := [name for path in self._paths for name in path.unfinished()]:

@@ -355,12 +355,14 @@ class WorkerSession:
         """
         connection = self._connection
         assert connection is not None
-        over, ended = threading.Event(), threading.Event()
+        over, reading = threading.Event(), threading.Lock()
 
         def attend() -> None:
             failed: Deadline | None = None
-            try:
-                while not over.wait(timeouts.WORKER_LEASE_LOOK_S):
+            while not over.wait(timeouts.WORKER_LEASE_LOOK_S):
+                with reading:
+                    if over.is_set():
+                        return
                     connection.answer_pings()
                     if failed is None and (connection.was_told() or not connection.is_open()):
                         failed = self._deadline()
@@ -368,15 +370,13 @@ class WorkerSession:
                         cause = connection.reported() or "the trainer has gone"
                         self._model.end_process(f"{self._name} waits for other workers after a failed push: {cause}")
                         return
-            finally:
-                ended.set()
 
         spawn("lease", attend)
         try:
             yield
         finally:
-            over.set()
-            ended.wait()  # the lease thread must not read the next message
+            with reading:  # the lease thread must not read the next message
+                over.set()
 
     def _deadline(self) -> Deadline:
         return Deadline(self._trainer.timeout_s + timeouts.WORKER_GRACE_S)
