@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import UserList
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,6 @@ from weightsync.errors import (
 )
 from weightsync.fleet import EngineList, connect
 from weightsync.fleet.spmd_engine import join
-from weightsync.net.runtime import Deadline
 from weightsync.net.wire import POISONED
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -749,12 +749,8 @@ def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
     assert engine.version() == "6"
 
 
-@pytest.mark.parametrize("core", ["in a process of its own", "in this process"])
-def test_an_llm_forgets_while_its_update_returns(core):
-    """If its calls are messages to another process, which does one thing after the other; else when it has."""
+def test_an_llm_forgets_when_its_update_has_returned():
     llm = fake_llm()
-    if core == "in this process":
-        del llm.llm_engine.engine_core.resources
     in_update, returning = threading.Event(), threading.Event()
 
     def on_rpc(method: str, args: Any) -> None:
@@ -769,25 +765,104 @@ def test_an_llm_forgets_while_its_update_returns(core):
     threads[0].start()
     assert in_update.wait(30.0)
     threads[1].start()
-    follows = core == "in a process of its own"
-    deadline = Deadline(30.0 if follows else 0.3)
-    while ("reset_prefix_cache", True, True) not in llm.calls and not deadline.passed():
-        time.sleep(0.01)
-    assert (("reset_prefix_cache", True, True) in llm.calls) is follows
-    if follows:  # and nothing else may be sent meanwhile
-        other = threading.Thread(target=engine.finish, args=(None,), daemon=True)
-        other.start()
-        other.join(0.3)
-        assert ("finish_weight_update",) not in llm.calls
-        threads.append(other)
+    threads[1].join(0.3)
+    assert ("reset_prefix_cache", True, True) not in llm.calls
     returning.set()
     for thread in threads:
         thread.join(30.0)
         assert not thread.is_alive()
     assert ("reset_prefix_cache", True, True) in llm.calls
-    assert (("finish_weight_update",) in llm.calls) is follows
     engine.reset_caches()  # asked for outside of any push
     assert llm.calls.count(("reset_prefix_cache", True, True)) == 2
+
+
+class EngineCoreRequestType:
+    UTILITY = "a call"
+
+
+class SyncMPClient:
+    """vLLM's client of an engine core in a process of its own. A test answers the calls."""
+
+    def __init__(self) -> None:
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.utility_results: dict[int, Future[Any]] = {}
+        self.sent: list[tuple[Any, ...]] = []
+
+    def _send_input(self, kind, request):
+        if self.resources.engine_dead:
+            raise RuntimeError("EngineCore encountered an issue")
+        index, _, method, arguments = request
+        assert (kind, index) == ("a call", 0)
+        self.sent.append((method, *arguments))
+
+    def answer(self, value: Any = None) -> None:
+        """Answer the oldest call."""
+        self.utility_results.pop(next(iter(self.utility_results))).set_result(value)
+
+
+@pytest.fixture
+def queued(request):
+    """The client of an `LLM` of this configuration, and its core. Each wait takes 0.5 s at most."""
+    llm = fake_llm(request.param)
+    llm.llm_engine.engine_core = core = SyncMPClient()
+    (engine,) = connect(llm, 0.5)
+    return engine, core
+
+
+PLUG_IN = config("weightsync")
+EXTENSION = config(None, "weightsync.vllm.extension.WeightSyncWorkerExtension")
+
+
+@pytest.mark.parametrize("queued", [PLUG_IN], indirect=True)
+def test_a_core_gets_all_calls_of_a_push_before_it_has_answered_one(queued, monkeypatch):
+    monkeypatch.setattr(SyncMPClient, "set_weight_version", None, raising=False)
+    engine, core = queued
+    assert engine.takes_calls_ahead()
+    waits = engine.send_update("a mark", {"session": "s"})
+    finish = engine.send_finish()
+    assert core.sent == [
+        ("set_weight_version", "a mark"),
+        ("collective_rpc", "start_weight_update", None, (), None),
+        ("collective_rpc", "update_weights", None, ({"session": "s"},), None),
+        ("collective_rpc", "finish_weight_update", None, (), None),
+        ("reset_prefix_cache", True, True),
+        ("reset_encoder_cache",),
+    ]
+    with pytest.raises(SyncTimeoutError, match=r"start_weight_update could not start within 0\.5 s: update_weights"):
+        engine.start()  # one thread at a time sends
+    for wait in waits:
+        core.answer()
+        wait()
+    with pytest.raises(SyncTimeoutError):
+        engine.start()
+    for answer in (None, False, None):
+        core.answer(answer)
+    finish[0]()
+    with pytest.raises(EngineError, match="could not reset its prefix cache"):
+        finish[1]()
+    engine.start()
+
+
+@pytest.mark.parametrize("queued", [EXTENSION], indirect=True)
+def test_an_update_of_the_extension_is_one_call_and_ends_with_the_engine(queued):
+    engine, core = queued
+    (update,) = engine.send_update(None, {})
+    assert core.sent == [("collective_rpc", "weightsync_update", None, ({},), None)]
+    core.resources.engine_dead = True
+    with pytest.raises(EngineUnreachableError, match="the engine died in weightsync_update"):
+        update()
+    with pytest.raises(EngineUnreachableError):
+        engine.send_finish()
+
+
+def test_an_llm_of_another_kind_takes_no_calls_ahead(monkeypatch):
+    llm = fake_llm()
+    (engine,) = connect(llm, 5.0)
+    assert not engine.takes_calls_ahead()
+    llm.llm_engine.engine_core = SyncMPClient()
+    assert not engine.takes_calls_ahead()  # it has versions, and the client stamps none
+    monkeypatch.setattr(SyncMPClient, "set_weight_version", None, raising=False)
+    assert engine.takes_calls_ahead()
 
 
 @pytest.mark.parametrize(("multimodal", "encoder", "resets"), [(False, False, 0), (True, False, 1), (False, True, 1)])

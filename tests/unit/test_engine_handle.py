@@ -36,6 +36,9 @@ class RecordingEngine:
     def version(self) -> str | None:
         return self._version
 
+    def takes_calls_ahead(self) -> bool:
+        return False
+
     def __getattr__(self, method: str) -> Callable[..., None]:
         def call(*args: object) -> None:
             if method == self.slow and not self.begun.is_set():
@@ -155,3 +158,66 @@ def test_an_engine_without_versions_is_not_marked() -> None:
     one.mark()
     one.finish(2, "2")
     assert (engine.calls, one.version, one.served) == (["finish 2"], None, 2)
+
+
+class QueueingEngine(RecordingEngine):
+    """A recording engine that takes calls ahead."""
+
+    def takes_calls_ahead(self) -> bool:
+        return True
+
+    def send_update(self, mark: str | None, update_info: dict[str, str]) -> list[Callable[[], None]]:
+        self.calls.append(f"send update {mark}")
+        if self.slow == "update":
+            self.begun.set()
+            assert self.go_on.wait(20.0)
+        return [lambda: None]
+
+    def send_finish(self) -> list[Callable[[], None]]:
+        self.calls.append("send finish")
+        return [lambda: self.calls.append("finished")]
+
+
+AHEAD: list[Callable[[EngineHandle], object]] = [lambda one: one.send_update({}), STEPS[3], EngineHandle.send_finish]
+
+
+@pytest.mark.parametrize(
+    ("steps", "undone", "undone_if_poisoned"),
+    [
+        (1, ["finish None", "set_version 1"], ["finish None"]),
+        (2, ["finish None"], ["finish None"]),
+        (3, ["send finish", "finished"], ["send finish", "finished"]),
+    ],
+)
+def test_a_failure_takes_back_calls_sent_ahead(steps: int, undone: list[str], undone_if_poisoned: list[str]) -> None:
+    for is_poisoned, expected in (False, undone), (True, undone_if_poisoned):
+        engine = QueueingEngine()
+        one = joined(engine, is_poisoned)
+        for step in AHEAD[:steps]:
+            step(one)
+        fail(one)
+        one.send_finish()  # behind the rollback it finishes nothing
+        assert engine.calls == [f"send update {MARK.removeprefix('set_version ')}", *expected]
+
+
+def test_an_update_sent_after_the_failure_takes_itself_back() -> None:
+    engine = QueueingEngine(slow="update")
+    one = joined(engine)
+    call = submit("late", lambda: one.send_update({}))
+    assert engine.begun.wait(20.0)
+    fail(one)
+    engine.go_on.set()
+    call.result(20.0)
+    assert engine.calls[1:] == ["set_version 1", "finish None"]
+
+
+@pytest.mark.parametrize("version", ["1", None])
+def test_an_update_finished_ahead_is_only_stamped(version: str | None) -> None:
+    engine = QueueingEngine(version)
+    one = joined(engine)
+    for step in AHEAD:
+        step(one)
+    one.finish(2, "label")
+    stamped = [] if version is None else ["set_version label"]
+    assert engine.calls[1:] == ["send finish", "finished", *stamped]
+    assert (one.served, one.version) == (2, version and "label")

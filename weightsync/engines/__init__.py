@@ -5,7 +5,7 @@ For every method of an engine:
 - It blocks until vLLM has answered, for at most `calls.limit_s`: `timeout_s`, or longer for some calls.
 - It raises only `weightsync.errors`.
 - `pause` and `start` are called at the same time, from two threads. `reset_caches` may be called while `update` runs.
-  `finish` is called after `update` has returned.
+  `finish` is called after `update` has returned. A `QueueingEngine` gets such calls at once, by methods of its own.
 - It never repeats a call, since none of vLLM's weight calls may run twice. A broken connection is an error.
 
 vLLM is imported only for its `LoRARequest`, and Ray only for a Ray actor. This package knows nothing about weights or

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from weightsync.planning.layout import Count
@@ -72,6 +73,30 @@ class Engine(Protocol):
 
     def is_alive(self) -> bool | None:
         """Return whether the engine can still answer. None: it may be busy. Never raises. Takes seconds."""
+
+
+Wait = Callable[[], None]
+"""A function that waits for the answer to a call, and raises the call's error."""
+
+
+@runtime_checkable
+class QueueingEngine(Engine, Protocol):
+    """An engine that may take calls before it has answered earlier ones. It then serves them in their order.
+
+    Its `pause` and `resume` do nothing.
+    """
+
+    def takes_calls_ahead(self) -> bool:
+        """Return whether it takes calls ahead, by the methods below."""
+
+    def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[Wait]:
+        """Send the calls of `set_version(mark)`, unless it is None, of `start` and of `update`.
+
+        Returns before any answer. The last `Wait` is for `update`.
+        """
+
+    def send_finish(self) -> list[Wait]:
+        """Send the calls of `finish(None)` and `reset_caches()`, to be served after `update`."""
 
 
 class CalledEngine(ABC):

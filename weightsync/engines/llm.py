@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from weightsync.engines.base import SpmdPart
-from weightsync.engines.calls import RESET, CallLock, wait
+from weightsync.engines.base import SpmdPart, Wait
+from weightsync.engines.calls import RESET, CallLock, as_ours, caches_not_reset, wait
 from weightsync.engines.vllm_engine import VllmEngine, as_request
+from weightsync.net import timeouts
 from weightsync.net.runtime import submit
-from weightsync.vllm.llm_object import core_process, died, front_of
+from weightsync.vllm.llm_object import STAMP, core_process, died, front_of, send_to_core, takes_calls_ahead
 
 
 class LlmEngine(VllmEngine):
@@ -50,6 +53,40 @@ class LlmEngine(VllmEngine):
         if self._setup["in_step"]:
             super().resume()
 
+    def takes_calls_ahead(self) -> bool:
+        return not self._setup["in_step"] and takes_calls_ahead(self._engine)
+
+    def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[Wait]:
+        self._turns.acquire(self._worker_methods["update"])
+        stamps = [] if mark is None else [(STAMP, mark)]
+        calls = [*stamps, *self._to_workers("start"), *self._to_workers("update", update_info)]
+        return self._send(calls, self.timeout_s)
+
+    def send_finish(self) -> list[Wait]:
+        if not self._turns.join(self._worker_methods["update"]):
+            self._turns.acquire(RESET)
+        encoders = [] if self._setup["encodes"] == "no" else [("reset_encoder_cache",)]
+        return self._send([*self._to_workers("finish"), (RESET, True, True), *encoders], timeouts.SERVING_S)
+
+    def _to_workers(self, call: str, *args: Any) -> list[tuple[Any, ...]]:
+        method = self._worker_methods.get(call)
+        return [] if method is None else [("collective_rpc", method, None, args, None)]
+
+    def _send(self, calls: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Wait]:
+        """Send calls to the core. The answer to the last one ends this thread's share of the turn."""
+        try:
+            answers = [send_to_core(self._engine, *call) for call in calls]
+        except BaseException as error:
+            self._turns.release()
+            raise as_ours(error, str(calls[-1][0]), self.name) from error
+        answers[-1].add_done_callback(lambda _: self._turns.release())
+        return [partial(self._await, answer, call, timeout_s) for answer, call in zip(answers, calls, strict=True)]
+
+    def _await(self, answer: Future[Any], call: tuple[Any, ...], timeout_s: float) -> None:
+        doing = call[1] if call[0] == "collective_rpc" else call[0]
+        if wait(answer, doing, timeout_s, self.name, lambda: died(self._engine)) is False and doing == RESET:
+            raise caches_not_reset(self.name)
+
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
         return self._run(doing or method, lambda: getattr(self._engine, method)(*args, **kwargs))
 
@@ -57,11 +94,7 @@ class LlmEngine(VllmEngine):
         return self._run(method, lambda: getattr(front_of(self._engine), method)(*map(as_request, args)))
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
-        # An engine core in its own process queues calls. So a reset may be sent during an update call, and shares its
-        # turn.
-        follows = doing == RESET and core_process(self._engine) is not None
-        if not (follows and self._turns.join(self._worker_methods["update"])):
-            self._turns.acquire(doing)
+        self._turns.acquire(doing)
 
         def run() -> Any:
             try:

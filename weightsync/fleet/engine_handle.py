@@ -9,8 +9,11 @@ from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
+from typing import Any
 
 from weightsync.engines import Engine
+from weightsync.engines.base import QueueingEngine, Wait
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.net import timeouts
@@ -23,6 +26,7 @@ CALLER = "caller"
 """The pause mode when the caller itself pauses and resumes engines."""
 _STEPS = "pause", "mark", "start"
 """The steps of a push before `Go`. A rollback takes the last one back first: vLLM must not generate in an update."""
+_MARK = f"{POISONED}: a push is under way, or its trainer has died"
 _DEAD = 2
 """Failed health checks in a row of a dead engine. A busy server may fail one."""
 
@@ -52,6 +56,8 @@ class UpdateState(Enum):
 
     `open` leads from CLOSED to OPEN, and `go` to DIRTY. The `Committed` of all workers leads to FINISHING, the new
     version of all engines to COMMITTED, and `resume` to CLOSED. `cancel` runs the log and leads from OPEN to CLOSED.
+
+    An engine with a `queue` is sent `finish` right after `Go`, to be served after the update. Its log is then empty.
 
     An engine `POISONED` before the push logs `finish` alone. It stays paused and `POISONED` until a push succeeds.
     """
@@ -196,8 +202,35 @@ class EngineHandle:
     def mark(self) -> None:
         """Mark the engine POISONED before anything is written: after that the trainer may die at any time."""
         if (version := self.version) is not None:
-            mark = f"{POISONED}: a push is under way, or its trainer has died"
-            self._change("mark", lambda: self.engine.set_version(mark), lambda: self.engine.set_version(version))
+            self._change("mark", lambda: self.engine.set_version(_MARK), lambda: self.engine.set_version(version))
+
+    @cached_property
+    def queue(self) -> QueueingEngine | None:
+        """The engine, if calls can be sent to it before it has answered earlier ones."""
+        engine = self.engine
+        return engine if isinstance(engine, QueueingEngine) and engine.takes_calls_ahead() else None
+
+    def send_update(self, update_info: dict[str, Any]) -> list[Wait]:
+        """Send the calls of `mark`, `start` and the update to the engine's queue. Return before any answer."""
+        engine, version = self.queue, self.version
+        assert engine is not None
+        if version is not None and not self.is_poisoned:
+            self._undo["mark"] = lambda: engine.set_version(version)
+        waits = engine.send_update(None if version is None else _MARK, update_info)
+        self._undo["start"] = self._abort_update
+        self.paused_at = time.perf_counter()
+        if self.has_failed:
+            self.call(EngineHandle.roll_back)
+        return waits
+
+    def send_finish(self) -> None:
+        """Send the calls behind the update to the engine's queue, and wait until they have returned."""
+        waits: list[Wait] = []
+        with self._lock:
+            if self.queue is not None and self._undo.pop("start", None) is not None:
+                waits = self.queue.send_finish()
+        for wait_for_answer in waits:
+            wait_for_answer()
 
     def go(self, message: Go, deadline: Deadline) -> None:
         """Send the workers `Go`: run their part of the plan."""
@@ -207,9 +240,12 @@ class EngineHandle:
             worker.connection.send(message, deadline, "transfer")
 
     def finish(self, version: int, label: str) -> None:
-        """Finish the update. The engine then serves `version` and reports `label`."""
+        """Finish the update, unless `send_finish` has. The engine then serves `version` and reports `label`."""
         self._undo.clear()  # before the call: even after a failure vLLM must not be asked twice
-        self.engine.finish(label)
+        if self.queue is None:
+            self.engine.finish(label)
+        elif self.version is not None:
+            self.engine.set_version(label)
         self.version, self.served = label if self.version is not None else None, version
         self.is_poisoned = False
 

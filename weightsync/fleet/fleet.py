@@ -12,8 +12,9 @@ An engine is marked POISONED before anything is written, so its version is right
 connection to its workers is a trainer's hold on it. When a worker closes the connection, the engine has died or another
 trainer has taken it over. This trainer then makes no more calls to the engine.
 
-Engine calls run in threads, since each returns only when its workers are released. This module knows nothing about
-models, plans or transports.
+Engine calls run in threads, since each returns only when its workers are released. A `QueueingEngine` gets all calls of
+`open` at once, and the calls of `commit` behind `Go`. None waits for an earlier one's answer. This module knows nothing
+about models, plans or transports.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weightsync.engines import Engine
+from weightsync.engines.base import Wait
 from weightsync.errors import (
     EngineAsleepError,
     EngineError,
@@ -100,6 +102,7 @@ class Fleet:
         self._id = secrets.token_hex(8)
         self._version = 0
         self._calls: EngineCalls = EngineCalls(ranks.listener, failed._calls if failed is not None else None)
+        self._finishes: list[BackgroundCall] = []  # `finish` and `reset_caches` of the engines with a queue
         self._ended = threading.Event()
         spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), timeouts.LEASE_LOOK_S, self._ended))
         spawn(
@@ -221,8 +224,13 @@ class Fleet:
         for worker in self.workers:  # raises before a call could reach an engine restarted at this address
             worker.connection.check("pause")
         self._enter(UpdateState.OPEN)
-        self._calls.changes = []
-        self._calls.opening = self._calls.run("open", self._open)
+        self._calls.changes, self._finishes = [], []
+        if self._pause == CALLER or any(one.served is None or one.queue is None for one in self._active):
+            self._calls.opening = self._calls.run("open", self._open)
+            return
+        sent = threading.Event()
+        self._calls.opening = self._calls.run("open", self._send_open, sent)
+        sent.wait(self._timeout_s)  # or the sending would wait for Python's lock while this thread reads the model
 
     def wait_open(self) -> None:
         """Wait until generation is paused everywhere and every worker serves the update. Raise a worker's refusal."""
@@ -234,9 +242,10 @@ class Fleet:
             self._check_ranks()
         self._calls.opening = None
         if opening.error is not None:
+            opening.error.phase = opening.error.phase or "pause"
             raise opening.error
         # Finds a worker that cannot take part, or does not answer, before anything is written anywhere.
-        self._ask([Ready()] * len(self.workers), Ready, "pause")
+        self._collect(Ready, Deadline(self._timeout_s), "pause")
 
     def cancel(self) -> None:
         """Close the open update before `go`, if there is one. The engines then generate as before."""
@@ -256,8 +265,12 @@ class Fleet:
         self.check()
         self._version = message.version
         deadline = Deadline(self._timeout_s)
-        for one in self._active if handles is None else handles:
+        handles = self._active if handles is None else handles
+        for one in handles:
             one.go(message, deadline)
+        self._finishes += [
+            self._calls.change("commit", one.send_finish, who=one.engine.name) for one in handles if one.queue
+        ]
 
     def wait_done(self, timeout_s: float | None = None) -> list[Done]:
         """Wait for every worker's `Done`: it has verified and loaded everything.
@@ -273,17 +286,23 @@ class Fleet:
         self.newest_version = max(self.newest_version, self._version)
         self._send([Commit(self._version)] * len(self.workers), deadline, "commit")
         # An engine serves one call at a time. Queued behind `update`, the reset saves a round trip.
-        resets = [self._change("commit", one, lambda each: each.engine.reset_caches()) for one in self._active]
+        called = [one for one in self._active if one.queue is None]
+        resets = [self._change("commit", one, lambda each: each.engine.reset_caches()) for one in called]
         answers = self._collect(Committed, deadline, "commit")
         self._enter(UpdateState.FINISHING)
         self._await_running(deadline, "commit")
+        await_calls(self._finishes, deadline, "commit", self._check_waiting)
         version, text = self._version, str(self._version) if label is None else label
-        self._all("commit", self._active, lambda one: one.finish(version, text))
+        silent = [one for one in self._active if one.queue is not None and one.version is None]
+        for one in silent:  # no call is left
+            one.finish(version, text)
+        calling = [one for one in self._active if one not in silent]
+        self._all("commit", calling, lambda one: one.finish(version, text))
         await_calls(resets, Deadline(self._timeout_s), "commit", self._check_waiting)
         # After the resets: an engine with a KV cache of the old weights must not resume.
         self._enter(UpdateState.COMMITTED)
         if self._pause != CALLER:
-            self._all("resume", self._active, lambda one: one.engine.resume())
+            self._all("resume", called, lambda one: one.engine.resume())
         self._enter(UpdateState.CLOSED)
         return answers
 
@@ -373,18 +392,35 @@ class Fleet:
     def _open(self) -> None:
         met = [one for one in self._active if one.served is None]
         change = partial(self._all, "pause", look=self._check_health)
-        try:
-            change(met, EngineHandle.finish_left_open)
-            change(met, EngineHandle.read_version)
-            # Both at once: `pause` first waits for running requests, for one step or for all of their tokens.
-            change(self._active, partial(EngineHandle.pause, mode=self._pause), EngineHandle.start)
-            change(self._active, EngineHandle.mark)
-        except WeightSyncError as error:
-            error.phase = error.phase or "pause"
-            raise
+        change(met, EngineHandle.finish_left_open)
+        change(met, EngineHandle.read_version)
+        # Both at once: `pause` first waits for running requests, for one step or for all of their tokens.
+        change(self._active, partial(EngineHandle.pause, mode=self._pause), EngineHandle.start)
+        change(self._active, EngineHandle.mark)
         for one in self._active:
             if one.state is UpdateState.OPEN:
                 self._calls.run("update", one.engine.update, {"session": self._id}, who=one.engine.name)
+        self._ask_whether_ready()
+
+    def _send_open(self, sent: threading.Event) -> None:
+        """Do as `_open`, with engines that take calls ahead. Set `sent` when the calls are sent."""
+        earlier: list[Wait] = []
+        try:
+            for one in self._active:
+                if one.has_failed:
+                    return
+                *waits, update = one.send_update({"session": self._id})
+                self._calls.run("update", update, who=one.engine.name)
+                earlier += waits
+            self._ask_whether_ready()
+        finally:
+            sent.set()
+        for wait in earlier:
+            wait()
+
+    def _ask_whether_ready(self) -> None:
+        """Ask every worker whether it can take a push. It answers once it serves the update."""
+        self._send([Ready()] * len(self.workers), Deadline(self._timeout_s), "pause")
 
     def _ask(self, messages: Sequence[Message], kind: type[M], phase: str) -> list[M]:
         """Send each worker its message, and return their answers."""

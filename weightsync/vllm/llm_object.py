@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import uuid
+from concurrent.futures import Future
 from typing import Any
+
+STAMP = "set_weight_version"
+"""The core's method to stamp a version, from vLLM 0.27 on."""
 
 
 def vllm_class(engine: object) -> str | None:
@@ -28,3 +34,22 @@ def died(engine: Any) -> bool:
 def core_process(llm: Any) -> Any:
     """Return an `LLM`'s record of its engine core's process, or None for a core in this process."""
     return getattr(getattr(getattr(llm, "llm_engine", None), "engine_core", None), "resources", None)
+
+
+def takes_calls_ahead(llm: Any) -> bool:
+    """Return whether `send_to_core` works: the core of an `LLM` is another process, with vLLM's own client."""
+    client = getattr(llm.llm_engine, "engine_core", None)
+    is_known = type(client).__name__ == "SyncMPClient" and hasattr(client, "utility_results")
+    return is_known and (hasattr(client, STAMP) or not hasattr(llm, "update_weight_version"))
+
+
+def send_to_core(llm: Any, method: str, *args: Any) -> Future[Any]:
+    """Send a call to an `LLM`'s engine core, as its client's `call_utility` does, and return the answer's future.
+
+    `call_utility` itself waits for the answer. The core serves calls in their order.
+    """
+    client, number, answer = llm.llm_engine.engine_core, uuid.uuid1().int >> 64, Future[Any]()
+    client.utility_results[number] = answer
+    kinds = sys.modules[type(client).__module__].EngineCoreRequestType
+    client._send_input(kinds.UTILITY, (0, number, method, args))
+    return answer
