@@ -6,10 +6,12 @@ from contextlib import ExitStack
 from unittest import mock
 
 import pytest
+import quantised_checkpoints
 import tiny_models
 import torch
 from engine_state import differing, state_of
 from engines import TIMEOUT_S, Engines, Remote
+from torch import nn
 
 from weightsync import WeightSync
 from weightsync.kernels.quantize import fp8_per_channel, fp8_per_tensor
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.engine
 
 LAYERS = 2
 METHODS = ["Fp8PtpcOnlineMoEMethod", "Fp8PerTensorOnlineMoEMethod", "Fp8PerBlockOnlineMoEMethod(block)"]
+METHODS += ["Fp8MoEMethod(block)", "CompressedTensorsW8A8Fp8MoEMethod"]
 
 
 def scaled_fp8_quant(
@@ -36,6 +39,10 @@ def keep_experts_for(engines: Engines, backend: str) -> None:
     from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import CutlassExpertsFp8
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8 as of_checkpoint
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w8a8_fp8 as compressed,
+    )
     from vllm.model_executor.layers.quantization.online import fp8
 
     from weightsync.vllm import supported_quant
@@ -43,9 +50,13 @@ def keep_experts_for(engines: Engines, backend: str) -> None:
     kernel = CutlassExpertsFp8 if backend == "VLLM_CUTLASS" else TritonExperts
     uncompiled = getattr(fp8.per_block_cast_to_fp8, "_torchdynamo_orig_callable", fp8.per_block_cast_to_fp8)
     proven = dict.fromkeys(METHODS, ("cpu",))
+    chosen = (Fp8MoeBackend[backend], kernel)
     engines.patch = ExitStack()
     for patch in (
-        mock.patch.object(fp8, "select_fp8_moe_backend", return_value=(Fp8MoeBackend[backend], kernel)),
+        *(
+            mock.patch.object(at, "select_fp8_moe_backend", return_value=chosen)
+            for at in (fp8, of_checkpoint, compressed)
+        ),
         mock.patch.object(fp8, "per_block_cast_to_fp8", uncompiled),
         mock.patch.object(ops, "scaled_fp8_quant", scaled_fp8_quant),
         mock.patch.dict(supported_quant.PROVEN, proven),
@@ -61,6 +72,16 @@ def stop_patch(engines: Engines) -> None:
 def start(engines: Engines, weights: str, quantization: str) -> None:
     folder = engines.checkpoint("qwen3-moe-blocks", weights)
     engines.start(folder, quantization="online", quantization_config={"moe": quantization})
+
+
+def start_checkpoint(engines: Engines, weights: str, scheme: str) -> None:
+    """Start from a checkpoint with experts in 8 bits. Its other layers are not: in blocks they have no kernel here."""
+    model = tiny_models.build("qwen3-moe-blocks", weights)
+    folder = engines._folder / f"experts-{scheme}-{weights}"
+    if not folder.exists():
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        quantised_checkpoints.save(model, scheme, folder, ignored=linear)
+    engines.start(folder)
 
 
 def note_state(engines: Engines) -> None:
@@ -97,6 +118,28 @@ def test_experts_are_quantised_on_their_way(engines: Remote, quantization: str, 
     engines.call(start, "B", quantization, timeout_s=240)
     engines.call(note_state)
     engines.call(start, "A", quantization, timeout_s=240)
+    assert any("w13_weight_scale" in name for name in engines.call(changed_state))
+    for transport, max_bytes in [("ipc", None), ("broadcast", 1 << 15)]:
+        engines.call(connect, transport, max_bytes)
+        for weights in "AB":
+            assert engines.call(push, weights)["fused_quantize"] == LAYERS
+        assert engines.call(changed_state) == []
+    engines.call(stop_patch)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "backend"),
+    [
+        ("FP8-block", "TRITON"),
+        ("FP8-dynamic", "TRITON"),
+        ("FP8-dynamic", "VLLM_CUTLASS"),
+    ],
+)
+def test_experts_of_a_checkpoint_are_quantised_on_their_way(engines: Remote, scheme: str, backend: str):
+    engines.call(keep_experts_for, backend)
+    engines.call(start_checkpoint, "B", scheme, timeout_s=240)
+    engines.call(note_state)
+    engines.call(start_checkpoint, "A", scheme, timeout_s=240)
     assert any("w13_weight_scale" in name for name in engines.call(changed_state))
     for transport, max_bytes in [("ipc", None), ("broadcast", 1 << 15)]:
         engines.call(connect, transport, max_bytes)

@@ -39,12 +39,11 @@ def save(
         if isinstance(module, nn.Linear) and name not in ignored:
             weight = f"{name}.weight"
             tensors[weight], tensors[weight + ("_scale_inv" if in_blocks else "_scale")] = quantise(tensors[weight])
-    if in_blocks:
-        # vLLM quantises a router too, unless the checkpoint says that it is left out, as those of the hub do.
-        ignored = [*ignored, *(name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight"))]
-        for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
-            for expert, weight in _experts_of(name, tensors.pop(name)):
-                tensors[expert], tensors[f"{expert}_scale_inv"] = quantise(weight)
+    # vLLM quantises a router too, unless the checkpoint says that it is left out, as those of the hub do.
+    ignored = [*ignored, *(name.removesuffix(".weight") for name in tensors if name.endswith("mlp.gate.weight"))]
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        for expert, weight in _experts_of(name, tensors.pop(name)):
+            tensors[expert], tensors[expert + ("_scale_inv" if in_blocks else "_scale")] = quantise(weight)
     bits = {"num_bits": 8, "type": kind, "symmetric": True}
     if cache_scale is not None:
         for layer in range(model.config.num_hidden_layers):  # type: ignore[union-attr, arg-type]
