@@ -178,6 +178,14 @@ _Piece = tuple[ModuleGroup, CopyOp, torch.Tensor]
 """(group, copy for the group, the source of the copy in received memory)."""
 
 
+def _copy_all(copies: Sequence[tuple[torch.Tensor, CopyOp, torch.Tensor]]) -> int:
+    """Copy received memory into tensors, by `CopyOp`, in few launches. Return the number of bytes read."""
+    if copies:
+        targets = [torch.as_strided(target, op.size, op.dst_stride, op.dst_offset) for target, op, _ in copies]
+        torch._foreach_copy_(targets, [seen for _, _, seen in copies])
+    return sum(seen.numel() * seen.element_size() for _, _, seen in copies)
+
+
 class LoadPath(ABC):
     """One way of loading, bound to the chunks of one connection.
 
@@ -306,8 +314,7 @@ class FusedQuantize(LoadPath):
     def load(self, chunk: int) -> int:
         for quantiser in self._quantisers.get(chunk, ()):
             quantiser.run()
-        for weight, op, seen in self._parts.get(chunk, ()):
-            torch.as_strided(self.put_together(weight), op.size, op.dst_stride, op.dst_offset).copy_(seen)
+        _copy_all([(self.put_together(weight), op, seen) for weight, op, seen in self._parts.get(chunk, ())])
         for weight in self._due.get(chunk, ()):
             whole = Piece(0, 0, self.put_together(weight))
             self._quantiser(weight.recipe.form, weight.recipe.shared, [self._job(weight, [whole])]).run()
@@ -400,11 +407,8 @@ class ReloadPath(_Reloading):
                 self._pieces[op.chunk].append((group, op, self._arrivals.view(op)))
 
     def load(self, chunk: int) -> int:
-        nbytes = 0
-        for group, op, seen in self._pieces.get(chunk, ()):
-            fresh = self._reload(group).fresh[op.param].data
-            torch.as_strided(fresh, op.size, op.dst_stride, op.dst_offset).copy_(seen)
-            nbytes += seen.numel() * seen.element_size()
+        pieces = self._pieces.get(chunk, ())
+        nbytes = _copy_all([(self._reload(group).fresh[op.param].data, op, seen) for group, op, seen in pieces])
         for group in self._due.get(chunk, ()):
             if group in self._open:
                 self._close(group)
@@ -432,10 +436,7 @@ class NativeLoader(_Reloading):
         self._load_due(NO_CHUNK)
 
     def load(self, chunk: int) -> int:
-        nbytes = 0
-        for op, seen in self._pieces.get(chunk, ()):
-            torch.as_strided(self._tensor(op.name), op.size, op.dst_stride, op.dst_offset).copy_(seen)
-            nbytes += seen.numel() * seen.element_size()
+        nbytes = _copy_all([(self._tensor(op.name), op, seen) for op, seen in self._pieces.get(chunk, ())])
         self._load_due(chunk)
         return nbytes
 
