@@ -77,7 +77,7 @@ def start(engines: Engines, weights: str, quantization: str) -> None:
 def start_checkpoint(engines: Engines, weights: str, scheme: str) -> None:
     """Start from a checkpoint with experts in 8 bits. Its other layers are not: in blocks they have no kernel here."""
     model = tiny_models.build("qwen3-moe-blocks", weights)
-    folder = engines._folder / f"experts-{scheme}-{weights}"
+    folder = engines.checkpoint("qwen3-moe-blocks", weights).with_name(f"experts-{scheme}-{weights}")
     if not folder.exists():
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         quantised_checkpoints.save(model, scheme, folder, ignored=linear)

@@ -20,7 +20,7 @@ def start(engines: Engines, weights: str, quantization: str, **options: object) 
     if quantization != "FP8-dynamic":
         engines.start(engines.checkpoint(MODEL, weights), quantization=quantization, enforce_eager=False, **options)
         return
-    folder = engines._folder / f"{MODEL}-{quantization}-{weights}"
+    folder = engines.checkpoint(MODEL, weights).with_name(f"{MODEL}-{quantization}-{weights}")
     if not folder.exists():
         quantised_checkpoints.save(tiny_models.build(MODEL, weights), quantization, folder)
     engines.start(folder, enforce_eager=False, **options)
