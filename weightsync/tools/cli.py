@@ -122,7 +122,7 @@ def _add_plan(commands: Commands) -> None:
     text = (
         "predict the seconds of a push over each transport instead, also for a MODEL_DIR that is only a size such as "
         "70B or 1T. Default: hosts=1,gpus_per_host=8,ranks=8,engines=1,tp=8. Give any part of it: hosts=8 alone has 8 "
-        "ranks and one engine on 64 GPUs. Speeds too, see docs/internals/scaling.md. May be repeated"
+        "ranks and one engine on 64 GPUs. Speeds too, see docs/evidence/scaling.md. May be repeated"
     )
     option("--simulate", metavar="TOPOLOGY", action="append", help=text)
     plan.set_defaults(module="weightsync.tools.plan")

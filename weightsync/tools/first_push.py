@@ -2,7 +2,7 @@
 
 Rank 0 plans for everyone. A rank tells it the `locations` that it holds. The transfer plan has `pieces`: each expert
 once, each other tensor once for each rank with a shard. A worker is told the `parts` that it reads.
-`docs/internals/scaling.md` explains each constant.
+`docs/evidence/scaling.md` explains each constant.
 
     pieces   experts + others shards + cuts;  cuts = chunks shards, for the share of the bytes that are no experts
     parts    experts + 0.73 (others shards + cuts);  with expert parallelism, experts / tp

@@ -1,6 +1,6 @@
 """Predict the seconds of a push on other machines. The module is pure: it runs nothing.
 
-`docs/internals/scaling.md` explains each formula and constant. `S` is the bytes that travel, `R` the trainer's ranks,
+`docs/evidence/scaling.md` explains each formula and constant. `S` is the bytes that travel, `R` the trainer's ranks,
 `W` the engines' workers, `E` the engines, `C` the bytes of a chunk.
 
     ipc          S / tp / copying * max(here / device_copy, (1 - here) / peer_copy) + control
