@@ -44,17 +44,17 @@ def push(engines: Engines, name: str, pushes: str) -> list[tuple[Answer, dict[st
     ids=["vLLM's choice", "Marlin", "padded for Marlin", "20 B"],
 )
 def test_pushed_equals_cold(engines: Remote, model: str, kernel: str) -> None:
-    check(engines, model, engines.call(serve, model, kernel, timeout_s=300))
+    check(engines, model, engines.call(serve, model, kernel, timeout_s=300), workers=1)
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("has_whole_experts", [False, True], ids=["tensor parallel", "expert parallel"])
 def test_two_workers_that_were_pushed_to_equal_cold_ones(engines: Remote, has_whole_experts: bool) -> None:
-    check(engines, "gpt-oss-20b", engines.call(serve_two_workers, has_whole_experts, timeout_s=300))
+    check(engines, "gpt-oss-20b", engines.call(serve_two_workers, has_whole_experts, timeout_s=300), workers=2)
 
 
-def check(engines: Remote, model: str, cold: dict[str, Answer]) -> None:
+def check(engines: Remote, model: str, cold: dict[str, Answer], workers: int) -> None:
     assert cold["A"] != cold["B"]
     for weights, (pushed, load_paths) in zip("BAAB", engines.call(push, model, "BAAB", timeout_s=240), strict=True):
         assert_same(pushed, cold[weights], f"{weights} of {model}")
-        assert load_paths["native_loader"] == 2
+        assert load_paths["native_loader"] == 2 * workers
