@@ -1,4 +1,4 @@
-"""Measure what the controller adds to a call and to a push. The figures in docs/use/controller.md are its output.
+"""Measure what the controller adds to a call and to a push. The figures in docs/evidence/controller.md are its output.
 
     PYTHONPATH=.:tests/support python tests/support/hybrid_cost.py
 
