@@ -122,7 +122,7 @@ class OwnEngine:
 
 
 class ServedEngine:
-    """A server, such as `python -m weightsync.vllm.serve MODEL` runs."""
+    """A server, such as `weightsync serve MODEL` runs."""
 
     def __init__(self, url: str) -> None:
         self.address: Any = url

@@ -2,7 +2,7 @@
 
 The server, in one terminal:
 
-    python -m weightsync.vllm.serve Qwen/Qwen3-0.6B --gpu-memory-utilization 0.4
+    weightsync serve Qwen/Qwen3-0.6B --gpu-memory-utilization 0.4
 
 The trainer, in another, on as many GPUs as you like, or on none:
 

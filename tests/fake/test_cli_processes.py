@@ -90,7 +90,9 @@ def test_plan_of_everything_shows_every_layer_and_worker(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", "1T", "--simulate", "hosts=128,ranks=512,engines=16,tp=32"]], ids=" ".join
+    "arguments",
+    [["--help"], ["serve", "--help"], ["plan", "1T", "--simulate", "hosts=128,ranks=512,engines=16,tp=32"]],
+    ids=" ".join,
 )
 def test_what_needs_no_torch_starts_within_a_second(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

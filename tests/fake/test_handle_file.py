@@ -198,7 +198,7 @@ def test_the_command_says_whether_a_file_holds(written: Path, tmp_path: Path):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# python -m weightsync.vllm.serve
+# weightsync serve
 
 
 def test_the_server_listens_on_this_host_alone_and_keeps_vllms_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.tools import cli, doctor, handles
 from weightsync.tools.demo import lay_out
 from weightsync.tools.processes import Answer, difference, tiny_model
+from weightsync.vllm import serve
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,10 @@ from weightsync.tools.processes import Answer, difference, tiny_model
                 "--cuda-graphs HOW",
                 "Exit status 1",
             ],
+        ),
+        (
+            ["serve", "--help"],
+            ["usage: weightsync serve MODEL", "--bridge PATH", "`vllm serve --help` shows all other"],
         ),
         (["doctor", "--help"], ["--engine URL", "--model DIR", "--no-engine", "--quantization SCHEME"]),
         (["--version"], ["weightsync 0."]),
@@ -58,6 +64,7 @@ def test_help(arguments, words, capsys):
         (["plan", "70B", "--simulate", "", "--max-bytes", "1GB"], "--max-bytes has no effect on --simulate: put chunk"),
         (["plan", "70B", "--simulate", "", "--all"], "--all has no effect on --simulate: leave it out"),
         (["plan", "70B", "--simulate", "gpus=2"], "a topology has no 'gpus'"),
+        (["serve", "m", "--weight-transfer-config={}"], "leave --weight-transfer-config out"),
         (["demo", "--steps", "0"], "--steps 0"),
         (["bench", "--num-iters", "0"], "--num-iters 0"),
         (["bench", "--ranks", "2", "0"], "--ranks 0"),
@@ -74,6 +81,36 @@ def test_help(arguments, words, capsys):
 def test_a_call_that_cannot_work_is_one_message_and_status_2(arguments, message, capsys):
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_commands_say_which_package_they_lack(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for arguments, package in [
+        (["serve", "m"], "weightsync[vllm]"),
+        (["bench", "--dry-run", "--gpus", "0"], "transformers"),
+        (["plan", "tiny", "--simulate", ""], "transformers"),
+    ]:
+        assert cli.main(arguments) == 2
+        assert re.search(rf"pip install '?{re.escape(package)}", capsys.readouterr().err)
+
+
+def test_a_command_that_is_interrupted_before_it_runs_ends_in_one_word(monkeypatch, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_add_handles", interrupt)
+    assert cli.main(["handles"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 1), (["--no-engine"], 0)])
+def test_doctor_does_not_praise_an_engine_that_it_has_not_seen(monkeypatch, capsys, arguments, status):
+    for name in ("_versions", "_gpus", "_shared_memory", "_handles", "_settings", "_port", "_plug_in"):
+        monkeypatch.setattr(doctor, name, lambda: iter(()))
+    monkeypatch.setattr(doctor.processes, "vllm_version", lambda: None)
+    assert cli.main(["doctor", *arguments]) == status
+    assert capsys.readouterr().out.endswith("\nnothing failed, but no engine was looked at\n")
 
 
 def test_what_weightsync_does_not_cover_is_status_2_too(monkeypatch, capsys):

@@ -18,7 +18,7 @@ from weightsync.net.runtime import Deadline
 
 
 class VllmServer:
-    """`python -m weightsync.vllm.serve MODEL OPTIONS...` as a child process, for the length of a `with` block.
+    """`weightsync serve MODEL OPTIONS...` as a child process, for the length of a `with` block.
 
         with VllmServer("Qwen/Qwen3-0.6B", "--max-model-len", "2048") as server:
             sync = WeightSync("fsdp", CheckpointTransport(folder, restart=True), server)

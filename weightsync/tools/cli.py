@@ -5,6 +5,9 @@
 Then the engine answers like an engine started cold from the pushed weights. The commands prove this, and help after a
 failure:
 
+    weightsync serve Qwen/Qwen3-0.6B
+        Start a vLLM server that trainers can push to.
+
     weightsync demo
         Train a tiny model, and push it to a live vLLM after each step. At the end the engine must answer like an engine
         started cold from the last weights. The demo takes a minute or two, and needs no network and no GPU.
@@ -22,7 +25,7 @@ failure:
         engine.
 
     weightsync handles
-        Show and check the file in which `python -m weightsync.vllm.serve` writes its engine's parameter handles.
+        Show and check the file in which `weightsync serve` writes its engine's parameter handles.
 
 Exit status: 0 when all is well, 1 when something failed, 2 when the call itself cannot work.
 """
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -48,29 +52,44 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit status. Nothing heavy is imported before a command runs."""
+    try:
+        return _run([*(sys.argv[1:] if arguments is None else arguments)])
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="weightsync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for add in (_add_demo, _add_plan, _add_bench, _add_doctor, _add_handles):
+    for add in (_add_serve, _add_demo, _add_plan, _add_bench, _add_doctor, _add_handles):
         add(commands)
-    options = parser.parse_args(arguments)
+    serves = arguments[:1] == ["serve"]  # it has options of vLLM's
+    options = parser.parse_args(arguments[:1] if serves else arguments)
     if options.command is None:
         parser.print_help()
         return 2
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, _terminated)  # end children, as after a Ctrl-C
     try:
+        if serves:
+            import_module("weightsync.vllm.serve").serve(arguments[1:])
+            return 0
+        signal.signal(signal.SIGTERM, _terminated)  # end children, as after a Ctrl-C
         return 0 if import_module(options.module).run(options, Console()) else 1
     except WeightSyncError as error:
         Console(stderr=True).print(f"[bold red]weightsync {options.command}[/bold red]:", end=" ")
         Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, (ValueError, NotImplementedError)) else 1
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted")
-        return 130
+
+
+def _add_serve(commands: Commands) -> None:
+    commands.add_parser(
+        "serve", help="start a vLLM server that trainers can push to; takes all options of `vllm serve`"
+    )
 
 
 def _add_demo(commands: Commands) -> None:

@@ -62,7 +62,8 @@ _PROBE_ELEMENTS = 1 << 20
 def run(options: Namespace, console: Console) -> bool:
     """Print every check's outcome, and return whether none failed. A given engine serves `--model` at the end.
 
-    Raise `ConfigError` for a call that cannot work, before anything is printed.
+    Returns False, too, if no engine could be looked at and `--no-engine` was not given. Raise `ConfigError` for a call
+    that cannot work, before anything is printed.
     """
     url, model_dir, transport = options.engine, options.model, options.transport
     no_engine, quantization = options.no_engine, options.quantization
@@ -83,14 +84,20 @@ def run(options: Namespace, console: Console) -> bool:
     else:
         checks.append(lambda: _own_engine(transport, quantization))
     failed = 0
+    saw_engine = True
     for check in checks:
         for finding in check():
             failed += finding.status == "FAIL"
+            saw_engine &= (finding.check, finding.status) != ("engine", "skip")
             colour = {"pass": "green", "FAIL": "bold red", "skip": "yellow"}[finding.status]
             line = f"[{colour}]{finding.status}[/{colour}]  {finding.check:<22} {escape(finding.text)}"
             console.print(line, soft_wrap=True, highlight=False)
-    console.print(f"\n{failed} check{'s' if failed != 1 else ''} failed" if failed else "\nall is well")
-    return failed == 0
+    if failed:
+        verdict = f"{failed} check{'s' if failed != 1 else ''} failed"
+    else:
+        verdict = "all is well" if saw_engine else "nothing failed, but no engine was looked at"
+    console.print(f"\n{verdict}")
+    return failed == 0 and (saw_engine or no_engine)
 
 
 def _versions() -> Findings:

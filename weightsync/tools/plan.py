@@ -65,14 +65,7 @@ def _report(model_dir: Path | None, options: Namespace, console: Console) -> boo
         raise ConfigError(f"{options.model_dir} has no config.json; {_way_out(str(options.model_dir))}")
     if tp < 1:
         raise ConfigError(f"--tp {tp}: expected a number of workers, at least 1")
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM also warns before it sets up logging
-    try:
-        from weightsync.vllm.plan_offline import plan_workers
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error}; a plan needs vLLM and transformers: pip install 'weightsync[vllm]'") from error
-    architecture, offered = checkpoint_tensors(model_dir)
-    workers = plan_workers(model_dir, offered, tp, options.dtype or "auto", expert_parallel=options.expert_parallel)
+    architecture, offered, workers = _plan(model_dir, options, tp)
     manifest = _as_held(offered, workers)
     groups = connected(
         (name, (rank, number))
@@ -87,6 +80,24 @@ def _report(model_dir: Path | None, options: Namespace, console: Console) -> boo
     _show_groups(console, groups, everything)
     _show_buckets(console, bucketer.bucket(manifest, groups), everything)
     return _show_problems(console, workers)
+
+
+def _plan(model_dir: Path, options: Namespace, tp: int) -> tuple[str, Manifest, list[WorkerPlan]]:
+    """Return the model's class, its tensors and each worker's plan. A terminal shows that the work goes on."""
+    from rich.console import Console
+
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM also warns before it sets up logging
+    with Console(stderr=True).status("loading vLLM, up to a minute") as status:
+        try:
+            from weightsync.vllm.plan_offline import plan_workers
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{error}; a plan needs vLLM and transformers: pip install 'weightsync[vllm]'") from error
+        status.update(f"making the model of {model_dir} without weights")
+        architecture, offered = checkpoint_tensors(model_dir)
+        status.update("tracing vLLM's loader")
+        dtype, spread = options.dtype or "auto", options.expert_parallel
+        return architecture, offered, plan_workers(model_dir, offered, tp, dtype, expert_parallel=spread)
 
 
 def _predict(model_dir: Path | None, options: Namespace, console: Console) -> bool:
@@ -143,7 +154,11 @@ def checkpoint_tensors(model_dir: Path) -> tuple[str, Manifest]:
     config.json.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; install it with: pip install transformers") from error
 
     from weightsync.selection import TensorSelection
     from weightsync.sources.hf_checkpoint import manifest_of, saved_form

@@ -96,7 +96,7 @@ def find(path: str | os.PathLike[str] | None = None) -> Path:
         if os.path.exists(candidate):  # `Path.exists` raises for a file in an unreadable folder
             return candidate
     raise ConfigError(
-        f"no {FILE} at {', '.join(map(str, candidates))}. Start the engine with `python -m weightsync.vllm.serve "
+        f"no {FILE} at {', '.join(map(str, candidates))}. Start the engine with `weightsync serve "
         f"MODEL`, or with {VARIABLE}=PATH in its environment, or name the file"
     )
 

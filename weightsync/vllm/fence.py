@@ -1,6 +1,6 @@
 """The fence of a vLLM server: ASGI middleware to refuse the calls of trainers without a hold on the engine.
 
-`python -m weightsync.vllm.serve` adds it. Any other server takes it as `--middleware weightsync.vllm.fence.Fence`.
+`weightsync serve` adds it. Any other server takes it as `--middleware weightsync.vllm.fence.Fence`.
 `WEIGHTSYNC_FENCE` in the server's environment must then be the path of a file, in a folder that no other user may write
 to.
 """

@@ -3,7 +3,7 @@
 An engine may take seconds to pause. The trainer resumes it, and a dead trainer cannot. Nothing then marks the reason
 for the engine's silence. Only the server sees the end of the trainer's connection.
 
-`python -m weightsync.vllm.serve` adds this middleware. Any other server takes it by an option:
+`weightsync serve` adds this middleware. Any other server takes it by an option:
 `--middleware weightsync.vllm.pauses.Pauses`.
 """
 

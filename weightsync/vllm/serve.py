@@ -1,4 +1,4 @@
-"""`python -m weightsync.vllm.serve MODEL`: a vLLM server that trainers can push to, in one command.
+"""`weightsync serve MODEL`: a vLLM server that trainers can push to. `python -m weightsync.vllm.serve` is the same.
 
 It is `vllm serve` with weightsync's settings, and takes all options of `vllm serve`:
 
@@ -21,13 +21,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.net import fence
 from weightsync.net.addresses import host_port
 from weightsync.net.child import end_with_parent
-from weightsync.transports import handle_file
 
 _HOST, _PORT = "127.0.0.1", 8000
 _FENCE, _PAUSES = "weightsync.vllm.fence.Fence", "weightsync.vllm.pauses.Pauses"
@@ -41,7 +41,7 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         ConfigError: An option would undo the purpose of this command.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m weightsync.vllm.serve",
+        prog="weightsync serve",
         usage="%(prog)s MODEL [--host HOST] [--port PORT] [--bridge PATH] [options of `vllm serve` ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,17 +52,19 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     parser.add_argument("--host", default=_HOST, help=f"default: {_HOST}, this host alone")
     parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}")
     parser.add_argument("--bridge", metavar="PATH", help="where vllm_bridge_config.json is written, or `none`")
-    # Any later word may be the value of one of vLLM's options.
+    # Any later word may be the value of one of vLLM's options. `parse_known_args` ends the process after `--help`.
     first = [word for word in arguments[:1] if not word.startswith("-")]
     own, others = parser.parse_known_args(arguments[len(first) :])
     model = first[0] if first else own.model
     if model is None:
-        parser.error("no model: give one, such as python -m weightsync.vllm.serve Qwen/Qwen3-0.6B")
+        parser.error("no model: give one, such as weightsync serve Qwen/Qwen3-0.6B")
     if own.model not in (None, model):
         parser.error(f"two models, {model} and {own.model}: leave --model out")
     options = {word.partition("=")[0].replace("_", "-") for word in others}  # vLLM takes both
     if any(option.startswith("--weight-transfer-config") for option in options):
         raise ConfigError("leave --weight-transfer-config out: this command sets it to weightsync; or use `vllm serve`")
+    from weightsync.transports import handle_file  # imports torch: the help comes without it
+
     environment = {"VLLM_SERVER_DEV_MODE": "1", handle_file.VARIABLE: ""}
     if own.bridge != "none":
         reached = _HOST if own.host in ("0.0.0.0", "::", "localhost") else own.host
@@ -81,9 +83,16 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 def main() -> None:
     try:
-        command, environment = command_line(sys.argv[1:])
+        serve(sys.argv[1:])
     except WeightSyncError as error:
-        sys.exit(f"python -m weightsync.vllm.serve: {error}")
+        sys.exit(f"weightsync serve: {error}")
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run the server until it ends. Raises `ConfigError` as `command_line` does, and where vLLM is not installed."""
+    command, environment = command_line(arguments)
+    if find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
     end_with_parent()
     os.environ.update(environment)  # before vllm is imported: the import reads it
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as the command `vllm` does

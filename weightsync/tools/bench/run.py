@@ -83,10 +83,10 @@ def run(options: Namespace, console: Console) -> bool:
             except ConfigError as error:
                 refused |= {case: str(error) for case in cases if case.shape == shape}
         able = [case for case in cases if case not in refused]
+        if not able:
+            raise ConfigError(f"nothing can be measured here; the first of the reasons: {next(iter(refused.values()))}")
         if options.dry_run:
             _show_dry_run(console, able, sizes, gpus)
-        elif not able:
-            raise ConfigError(f"nothing can be measured here; the first of the reasons: {next(iter(refused.values()))}")
         else:
             limits, where = measure(folder, gpus), _environment(gpus)
             for row in _measure_all(able, options, sizes, gpus, limits, folder, console):
