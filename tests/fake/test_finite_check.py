@@ -18,7 +18,7 @@ from weightsync import CheckpointTransport, ConfigError, NonFiniteError, TensorS
 from weightsync.engines.server import VllmServer
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.sources import open_source
-from weightsync.sources.base import Reading, TensorShard
+from weightsync.sources.base import Reading, SteadySource, TensorShard
 from weightsync.sources.finite import FiniteSource
 
 TIMEOUT_S = 10.0
@@ -114,7 +114,7 @@ def test_what_is_computed_is_looked_at_as_it_is():
     model = wrapped("linear")
     name = "model.layers.0.self_attn.q_proj"
     spoil(model, f"base_model.model.{name}.lora_B.default.weight")
-    source = FiniteSource(open_source("fsdp", TensorSelection()))
+    source = FiniteSource(SteadySource(open_source("fsdp", TensorSelection())))
     reading = source.read(model)
     assert source.read(model) is reading
     assert source.non_finite() == []  # nothing was computed yet

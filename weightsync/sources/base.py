@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from torch import nn
 
 from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.kernels.runs import Run, join_runs
 from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize
 from weightsync.selection import TensorSelection
 
@@ -75,7 +77,7 @@ class TensorShard:
         return self.tensor if self.compute is None else self.compute()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """One answer of a source: a model's tensors on this rank. Readings are compared by identity.
 
@@ -91,6 +93,16 @@ class Reading:
     manifest: Manifest
     shards: list[TensorShard]
     settings: Callable[[], object] = tuple
+
+    @cached_property
+    def lying(self) -> list[TensorShard]:
+        """The shards in the trainer's memory, so all but the computed ones."""
+        return [shard for shard in self.shards if shard.compute is None]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The memory of `lying`, in few runs. A run's members are numbers in `lying`."""
+        return join_runs([shard.tensor for shard in self.lying])
 
 
 @runtime_checkable
@@ -181,11 +193,8 @@ class LocalSource(ABC):
         self._memo.clear()
 
 
-class SteadySource:
-    """The tensors of `source`. `read` returns the same object until a tensor moves or changes.
-
-    A subclass gives the tensors another form.
-    """
+class DerivedSource:
+    """The tensors of `source` in another form. `read` returns the same object while `source` does."""
 
     def __init__(self, source: ShardSource) -> None:
         self._source = source
@@ -194,7 +203,6 @@ class SteadySource:
     def _forget(self) -> None:
         self._given: Reading | None = None  # the last answer of `source`
         self._reading: Reading | None = None
-        self._places: list[Any] = []
 
     def _derive(self, given: Reading) -> Reading:
         """Return the answer to an answer of `source`."""
@@ -203,12 +211,7 @@ class SteadySource:
     def read(self, model: Model) -> Reading:
         given = self._source.read(model)
         if self._reading is None or given is not self._given:
-            found = self._derive(given)
-            # Compare with noted addresses: resizing a storage moves the tensors of both readings.
-            places = list(map(_place, found.shards))
-            if self._reading is None or places != self._places or found.manifest != self._reading.manifest:
-                self._reading, self._places = found, places
-            self._given = given
+            self._given, self._reading = given, self._derive(given)
         return self._reading
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
@@ -217,6 +220,24 @@ class SteadySource:
     def close(self) -> None:
         self._forget()
         self._source.close()
+
+
+class SteadySource(DerivedSource):
+    """The tensors of `source`. `read` returns the same object until a tensor moves or changes."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._places: list[Any] = []
+
+    def read(self, model: Model) -> Reading:
+        last, found = self._reading, super().read(model)
+        if found is not last:
+            # Compare with noted addresses: resizing a storage moves the tensors of both readings.
+            places = list(map(_place, found.shards))
+            if last is not None and places == self._places and found.manifest == last.manifest:
+                self._reading = found = last
+            self._places = places
+        return found
 
 
 def _place(shard: TensorShard) -> tuple[Any, ...]:

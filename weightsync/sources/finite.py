@@ -9,14 +9,13 @@ from functools import partial
 import torch
 
 from weightsync.kernels.finite import find_non_finite, sum_of
-from weightsync.kernels.runs import Run, join_runs
-from weightsync.sources.base import Model, Reading, ShardSource, SteadySource, TensorShard
+from weightsync.sources.base import DerivedSource, Model, Reading, ShardSource
 
 _TURNS = 16
 """A GPU reads for a check at the speed of a copy. Checking every tensor would double the time of a push."""
 
 
-class FiniteSource(SteadySource):
+class FiniteSource(DerivedSource):
     """The tensors of `source`, checked for NaN and infinity. See `ShardSource`.
 
     Tensors in the trainer's memory are checked by `non_finite`. Computed tensors are checked when they are computed.
@@ -32,12 +31,8 @@ class FiniteSource(SteadySource):
         super()._forget()
         self._sums: list[tuple[str, torch.Tensor]] = []
         self._looks = 0
-        self._lying: list[TensorShard] = []  # the shards in the trainer's memory
-        self._runs: list[Run] = []
 
     def _derive(self, given: Reading) -> Reading:
-        self._lying = [shard for shard in given.shards if shard.compute is None]
-        self._runs = join_runs([shard.tensor for shard in self._lying])
         shards = [
             shard
             if shard.compute is None
@@ -56,12 +51,13 @@ class FiniteSource(SteadySource):
         For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
         `left_out` are not checked.
         """
-        names = [shard.meta.name for shard in self._lying]
-        due = [run for number, run in enumerate(self._runs) if self._is_due(number, run.data)]
+        runs, lying = ([], []) if self._reading is None else (self._reading.runs, self._reading.lying)
+        names = [shard.meta.name for shard in lying]
+        due = [run for number, run in enumerate(runs) if self._is_due(number, run.data)]
         if left_out:
             due = [run for run in due if not all(names[number] in left_out for number in run.members)]
         bad = [due[number] for number in find_non_finite([run.data for run in due])]
-        near = [self._lying[number] for run in bad for number in run.members if names[number] not in left_out]
+        near = [lying[number] for run in bad for number in run.members if names[number] not in left_out]
         found = [near[number].meta.name for number in find_non_finite([shard.tensor for shard in near])]
         sums, self._sums = self._sums, []
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import DigestError
 from weightsync.kernels.digest import WHOLE
-from weightsync.kernels.runs import join_runs
+from weightsync.kernels.runs import Run, join_runs
+from weightsync.net.runtime import submit
 from weightsync.sources.base import Model, Reading
 from weightsync.sources.module_tree import modules
 from weightsync.transports.proof import MemoryFingerprint
@@ -45,9 +49,12 @@ class TrainerMemory:
     def __init__(self, verify: str) -> None:
         self.catches_up = False
         self._verify = verify
+        self._finding: Future[None] | None = None
         self.clear()
 
     def clear(self) -> None:
+        with suppress(Exception):  # of a push that has failed already
+            self._await()
         self.pushed: Pushed | None = None
         self._reading: Reading | None = None  # None also if it does not tell whether all tensors hold
         self._settings: Callable[[], object] = tuple
@@ -57,25 +64,37 @@ class TrainerMemory:
         self._before: tuple[list[int], list[int] | None] | None = None
 
     def find(self, model: Model, reading: Reading) -> None:
-        """Find the memory of a push. Call it before the other methods, in each push."""
-        if reading is self._reading:
-            return
+        """Begin to find the memory of a push, in the background. Call it before the other methods, in each push."""
+        self._await()
+        if reading is not self._reading:
+            self._finding = submit("memory", partial(self._find, model, reading))
+
+    def _await(self) -> None:
+        """Wait for the memory. Raise the error of the search."""
+        finding, self._finding = self._finding, None
+        if finding is not None:
+            finding.result()
+
+    def _find(self, model: Model, reading: Reading) -> None:
         self._reading, self._settings = reading, reading.settings
-        named = [(shard.meta.name, shard.tensor) for shard in reading.shards if shard.compute is None]
+        named = [(shard.meta.name, shard.tensor) for shard in reading.lying]
+        runs = reading.runs
         if len(named) < len(reading.shards):  # a computed shard may depend on any tensor of the model
             self._reading = None
             chunks = [model] if isinstance(model, nn.Module) else model if isinstance(model, Sequence) else []
             tensors = [own for chunk in chunks if isinstance(chunk, nn.Module) for own in _tensors(chunk)]
             named += [(f"a tensor of shape {tuple(each.shape)}", each) for each in tensors]
+            runs = join_runs([tensor for _, tensor in named])
         found = [tensor for _, tensor in named]
         places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
         if places != self._places:
             self._places = places
             self._counted = {id(each if each._base is None else each._base): (name, each) for name, each in named}
-            self._proof = MemoryFingerprint(_runs(found))
+            self._proof = MemoryFingerprint(_bytes_of(runs))
 
     def begin(self) -> None:
         """Record write counts and digests before a push reads any tensor."""
+        self._await()
         if self._verify != "none":
             self._before = self._writes(), self._proof.of(WHOLE) if self._verify == "full" else None
 
@@ -102,6 +121,7 @@ class TrainerMemory:
         """Return whether a push would send the bytes of the last push again."""
         if self.pushed is None:
             return False
+        self._await()
         digests = None if self.pushed.sample is None else self._proof.of(self.pushed.sample)
         return bool(self.pushed.had == (self._settings(), self._writes(), digests))
 
@@ -123,10 +143,10 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
     return [part for part in plain if not part.is_meta]
 
 
-def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the bytes of the tensors, each run once, by device. A tensor with gaps counts as its whole storage."""
+def _bytes_of(runs: Sequence[Run]) -> list[list[torch.Tensor]]:
+    """Return the bytes of the runs, each once, by device. A tensor with gaps counts as its whole storage."""
     found: dict[torch.device, dict[tuple[int, int], torch.Tensor]] = defaultdict(dict)
-    for run, _ in join_runs(tensors):
+    for run, _ in runs:
         if run.is_contiguous():
             data = run.view(torch.uint8)
         else:
