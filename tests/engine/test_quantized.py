@@ -99,6 +99,7 @@ SERVED = [
     ("qwen2.5", INT8, 1),  # tied embeddings, and biases
     ("glm4-moe", INT8, 1),  # a router in float32, and experts that stay as they are
     ("qwen2-FP8-dynamic", None, 1),
+    ("qwen2-FP8-dynamic", None, 2),
     ("qwen2-W8A8-int8", None, 1),
 ]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fake_engine import ModuleHost
 from memory_trainer import MemoryTrainer, manifest_of
+from test_fused_quantize import Workers
 from torch import nn
 
 from weightsync.kernels.quantize import BlockForm, Form, fp8_per_block, fp8_per_channel, int8_per_channel
@@ -374,12 +375,20 @@ def up_before_gate(module: nn.Module) -> None:
             setattr(module, key, nn.Parameter(torch.cat([*reversed(param.data.chunk(2, 1))], 1), requires_grad=False))
 
 
-def host_of_experts(scheme: str, seed: int, tp: int, process: Any) -> ModuleHost:
+def host_of_experts(scheme: str, seed: int, process: Any, tp: int = 1, rank: int = 0) -> ModuleHost:
     suffix, form = OF_EXPERTS[scheme]
-    rank = tp - 1
-    made = ModuleHost(lambda: Fp8Experts(scheme, tp, rank), in_8_bits(of_experts(seed), suffix, form), process)
+    weights = in_8_bits(of_experts(seed), suffix, form)
+    made = ModuleHost(lambda: Fp8Experts(scheme, tp, rank), weights, process, rank, tp)
     made.dtype = torch.bfloat16
     return made
+
+
+def hosts_of_experts(scheme: str, seed: int, process: Any, tp: int) -> list[ModuleHost]:
+    hosts = [host_of_experts(scheme, seed, process, tp, rank) for rank in range(tp)]
+    workers = Workers(lambda rank: nn.Module(), nn.Module)
+    for rank, made in enumerate(hosts if tp > 1 else ()):
+        made.sharing, made.all_reduce_max = tp, functools.partial(workers.largest, rank)
+    return hosts
 
 
 @pytest.mark.parametrize("max_bytes", [None, 40_000, 1 << 16])
@@ -387,19 +396,31 @@ def host_of_experts(scheme: str, seed: int, tp: int, process: Any) -> ModuleHost
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("scheme", OF_EXPERTS)
 def test_experts_are_quantised_as_the_checkpoint_was(scheme: str, tp: int, process: Any, max_bytes: int | None):
-    made = host_of_experts(scheme, 0, tp, process)
-    trainer = MemoryTrainer(made, tensors=of_experts(1), max_bytes=max_bytes)
+    """Parts of columns have the scales of whole rows, or blocks of their own."""
+    hosts = hosts_of_experts(scheme, 0, process, tp)
+    trainer = MemoryTrainer(*hosts, tensors=of_experts(1), max_bytes=max_bytes)
     trainer.push()
-    # Parts of columns have the scales of whole rows, but blocks of their own.
-    needs_whole_rows = tp == 2 and scheme == "fp8 per channel"
-    assert trainer.load_paths == {NATIVE_LOADER if needs_whole_rows else FUSED_QUANTIZE: 1}
-    expected = host_of_experts(scheme, 1, tp, process)
-    for name, tensor in expected.live.state_dict().items():
-        assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name
+    assert trainer.load_paths == {FUSED_QUANTIZE: tp}
+    for made, expected in zip(hosts, hosts_of_experts(scheme, 1, process, tp), strict=True):
+        for name, tensor in expected.live.state_dict().items():
+            assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name
+
+
+def test_workers_that_hold_other_parts_of_rows_than_all_of_them_use_the_loader():
+    """As with data parallelism: more workers have parts of a row than agree on its scale."""
+    hosts = hosts_of_experts("fp8 per channel", 0, lambda module: None, 2)
+    for made in hosts:
+        made.sharing = 4
+    trainer = MemoryTrainer(*hosts, tensors=of_experts(1))
+    trainer.push()
+    assert trainer.load_paths == {NATIVE_LOADER: 2}
+    for made, expected in zip(hosts, hosts_of_experts("fp8 per channel", 1, lambda module: None, 2), strict=True):
+        for name, tensor in expected.live.state_dict().items():
+            assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name
 
 
 def test_a_plan_for_8_bits_after_one_for_more_loads_them_as_they_are():
-    made = host_of_experts("fp8 per block", 0, 1, lambda module: None)
+    made = host_of_experts("fp8 per block", 0, lambda module: None)
     receiver = Receiver(made)
     new = in_8_bits(of_experts(2), "_scale_inv", fp8_per_block)
     for tensors, path in ((of_experts(1), FUSED_QUANTIZE), (new, IN_PLACE)):
@@ -407,6 +428,6 @@ def test_a_plan_for_8_bits_after_one_for_more_loads_them_as_they_are():
         trainer.push()
         receiver.disconnect()
         assert trainer.load_paths == {path: 1}
-    expected = host_of_experts("fp8 per block", 2, 1, lambda module: None)
+    expected = host_of_experts("fp8 per block", 2, lambda module: None)
     for name, tensor in expected.live.state_dict().items():
         assert torch.equal(raw(made.live.state_dict()[name]), raw(tensor)), name

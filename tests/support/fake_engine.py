@@ -35,6 +35,7 @@ class ModuleHost:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.all_reduce_max = None
+        self.sharing = 1
         self.unreachable_params: list[str] = []
         self.post_process = post_process
         self.refreshed = 0

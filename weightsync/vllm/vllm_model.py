@@ -43,7 +43,8 @@ class VllmModel:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = vllm_config.model_config.dtype
-        self.all_reduce_max: AllReduceMax | None = _largest_of_all if get_tp_group().world_size > 1 else None
+        self.sharing = get_tp_group().world_size
+        self.all_reduce_max: AllReduceMax | None = _largest_of_all if self.sharing > 1 else None
         self._config = vllm_config
         self._model = model
         self._models = [model] if drafter is None else [model, drafter]

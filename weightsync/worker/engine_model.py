@@ -46,6 +46,8 @@ class EngineModel(Protocol):
     dtype: torch.dtype
     all_reduce_max: AllReduceMax | None
     """A reduction among the workers with parts of the same modules. None if this is the only worker."""
+    sharing: int
+    """The number of these workers."""
     unreachable_params: Sequence[str]
     """The parameters out of reach of any push, such as a drafter's if `pristine()` lacks the drafter."""
 

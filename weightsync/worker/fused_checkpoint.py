@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from weightsync.kernels.quantize import BLOCK, BlockForm, Form
 from weightsync.planning.layout import Box, LoadCopy, Manifest, row_major
 from weightsync.worker.checkpoint_quantize import QuantizedTensors
+from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.fused_quantize import SCALES, AnyForm, Recipe, Shape, as_matrices
 from weightsync.worker.module_groups import ModuleGroup, parameters_of
 from weightsync.worker.placement import Placement
@@ -26,13 +27,12 @@ def find_checkpoint_recipes(
     trace: Trace,
     manifest: Manifest,
     pairs: Mapping[str, QuantizedTensors],
-    wide: torch.dtype,
+    model: EngineModel,
 ) -> dict[ModuleGroup, tuple[Recipe, ...]]:
     """Return the recipes of the groups that need no loader.
 
     trace: the loader's actions for the tensors of the checkpoint.
     manifest: the trainer's tensors.
-    wide: their dtype before they are quantised.
     """
     copies: dict[str, list[LoadCopy]] = {}
     for copy in trace.copies if pairs else ():
@@ -45,7 +45,7 @@ def find_checkpoint_recipes(
         if not of_made or not group.in_place or len(group.live) > 1 or not odd.isdisjoint(group.params):
             continue
         keys = [key for key, _ in parameters_of(group.pristine[0]) if group.param(key) in of_made]
-        recipes = [_recipe(group, key, copies, manifest, pairs, wide) for key in keys if not key.endswith(SCALES)]
+        recipes = [_recipe(group, key, copies, manifest, pairs, model) for key in keys if not key.endswith(SCALES)]
         known = [recipe for recipe in recipes if recipe is not None]
         if {*keys} == {key for recipe in known for key in (recipe.weight, recipe.scale)}:
             found[group] = tuple(known)
@@ -58,7 +58,7 @@ def _recipe(
     copies: Mapping[str, Sequence[LoadCopy]],
     manifest: Manifest,
     pairs: Mapping[str, QuantizedTensors],
-    wide: torch.dtype,
+    model: EngineModel,
 ) -> Recipe | None:
     """Return the recipe of a parameter with values, if all of its rows or blocks come whole."""
     pristine = dict(parameters_of(group.pristine[0]))
@@ -72,31 +72,36 @@ def _recipe(
     per_matrix = form.scale_shape(*shape[1:])
     if as_matrices(pristine[scale]) != (shape[0], *per_matrix) or pristine[scale].dtype != torch.float32:
         return None
+    # Workers with parts of the same rows find the scales of whole rows together.
+    parts = {manifest[copy.name].shape[1] / copy.box.size[1] for copy in of_values} if form.per_row else {1}
+    if len(parts) > 1 or not parts <= {1, model.sharing}:
+        return None
+    shared = parts != {1}
+    param, suffix = group.param(scale), scale.removeprefix(weight)
     expected = {
-        _copy_of_scale(
-            copy, form, shape, manifest[copy.name].shape, group.param(scale), copy.name + scale.removeprefix(weight)
-        )
+        _copy_of_scale(copy, form, shape, manifest[copy.name].shape, shared, param, copy.name + suffix)
         for copy in of_values
     }
     if expected != {_without_idle_strides(copy) for copy in copies.get(group.param(scale), ())}:
         return None
     values_at, scale_at = (_place(group, key, pristine[key]) for key in (weight, scale))
-    recipe = Recipe(form, False, weight, scale, wide, shape, values_at, scale_at)
+    recipe = Recipe(form, shared, weight, scale, model.dtype, shape, values_at, scale_at)
     return recipe if recipe.is_possible else None
 
 
 def _copy_of_scale(
-    copy: LoadCopy, form: AnyForm, shape: Shape, full: Sequence[int], param: str, name: str
+    copy: LoadCopy, form: AnyForm, shape: Shape, full: Sequence[int], shared: bool, param: str, name: str
 ) -> LoadCopy | None:
     """Return the copy of a tensor's scales, `name`, into `param` beside `copy`, of its values.
 
     None: `copy` tears rows or blocks of the tensor, or of the parameter.
 
-    shape: the shape of the parameter of values. full: the shape of the tensor.
+    shape: the shape of the parameter of values. full: the shape of the tensor. shared: whether `copy` has a part of
+        whole rows.
     """
     _, rows, columns = shape
-    steps = (BLOCK, BLOCK) if isinstance(form, BlockForm) else (1, full[1])
     (top, left), (high, wide) = copy.box.start, copy.box.size
+    steps = (BLOCK, BLOCK) if isinstance(form, BlockForm) else (1, wide if shared else full[1])
     matrix, row = divmod(copy.offset // columns, rows)
     cuts = [*zip((top, left), (high, wide), steps, full, strict=True), (row, high, steps[0], rows - row)]
     is_torn = any(first % step or (size % step and size != whole) for first, size, step, whole in cuts)
@@ -108,7 +113,7 @@ def _copy_of_scale(
     ):
         return None
     down, across = form.scale_shape(rows, columns)
-    box = Box((top // steps[0], left // steps[1]), form.scale_shape(high, wide))
+    box = Box((top // steps[0], 0 if form.per_row else left // steps[1]), form.scale_shape(high, wide))
     offset = (matrix * down + row // steps[0]) * across
     return _without_idle_strides(LoadCopy(name, box, param, offset, (across, 1)))
 

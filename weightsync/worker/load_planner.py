@@ -191,7 +191,7 @@ class LoadPlanner:
         self, seen: Trace, manifest: Manifest, pairs: Mapping[str, QuantizedTensors]
     ) -> tuple[set[str], set[str]]:
         """Set the groups' recipes for tensors of `pairs`. Return the parameters of their values and of their scales."""
-        found = find_checkpoint_recipes(self._groups, seen, manifest, pairs, self._model.dtype)
+        found = find_checkpoint_recipes(self._groups, seen, manifest, pairs, self._model)
         for group in self._groups:
             group.checkpoint_recipes = found.get(group, ())
         recipes = [(group, recipe) for group, those in found.items() for recipe in those]

@@ -109,6 +109,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel, refused: set[AnyFo
         for attempt in small:
             if not all(holds(each, attempt.loaded, attempt.processed, model.all_reduce_max) for each in recipes):
                 recipes = ()
+            del attempt  # before the next one takes its memory
     left: list[dict[str, nn.Parameter]] | list[dict[str, torch.Tensor]] | None = None
     if is_bare and not opaque and (first.same or placements):
         left = (
