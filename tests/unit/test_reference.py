@@ -73,3 +73,15 @@ def test_texts_to_look_for_are_in_the_code():
     joined = re.sub(r'"\s+f?"', "", code)  # strings that Python joins
     assert wanted
     assert not {text for text in wanted if text not in joined}
+
+
+def test_pages_import_public_names_alone():
+    pages = [
+        path for folder in ("start", "use", "operate", "extend") for path in (ROOT / "docs" / folder).rglob("*.md")
+    ]
+    shown = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", ROOT / "docs/index.md", *pages])
+    imports = re.findall(r"^\s*from (weightsync(?:\.\w+)*) import \(?([\w, \n]+)\)?$", shown, re.MULTILINE)
+    names = {(module, name) for module, listed in imports for name in re.findall(r"\w+", listed)}
+    public = {(module, name) for module in PUBLIC for name in names_of(module)}
+    assert names
+    assert names <= public
