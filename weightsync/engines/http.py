@@ -107,6 +107,14 @@ class HttpEngine:
     The server must be started with VLLM_SERVER_DEV_MODE=1, or it has no routes for weights. Every request carries the
     key in VLLM_API_KEY, if it is set. Proxies in the environment are not used. Each call opens a connection of its own.
     The server may have closed an older one, and the call would have to be repeated.
+
+    Args:
+        url: The server's address, without /v1.
+        name: The engine's name in errors.
+        timeout_s: The most seconds of a call.
+
+    Raises:
+        ConfigError: The address of no server, or a key that no header may have.
     """
 
     def __init__(self, url: str, *, name: str, timeout_s: float) -> None:

@@ -58,10 +58,12 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.places)
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of data-parallel ranks."""
         return 1 + max(place.data_parallel_rank for place in self.places)
 
 

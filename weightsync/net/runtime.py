@@ -22,16 +22,22 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """A moment in the future. `Deadline(30.0)` is 30 seconds from now. Every wait has a deadline."""
+    """A moment in the future. Every wait has a deadline.
+
+    Args:
+        timeout_s: The seconds from now to the deadline.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._end = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
+        """Return the seconds that are left, 0 at least."""
         return max(0.0, self._end - time.monotonic())
 
     def passed(self) -> bool:
+        """Return whether the deadline has passed."""
         return time.monotonic() >= self._end
 
 

@@ -100,10 +100,11 @@ class Update:
 
     A transport uses `rank`, `size`, `host`, `gather`, `broadcast` and `wait` of `ranks`, and nothing else.
 
-    check: raises when an engine worker or an engine call has failed. Rank 0 sets it once there are engines.
-    label: the text that engines report in place of the version, or None.
-    modes: the step's `PlainModes`. A call of the caller's code leaves them.
-    report: the `PushReport` of a step without a return value.
+    Attributes:
+        check: Raises when an engine worker or an engine call has failed. Rank 0 sets it once there are engines.
+        label: The text that engines report in place of the version, or None.
+        modes: The step's `PlainModes`. A call of the caller's code leaves them.
+        report: The `PushReport` of a step without a return value.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float, version: int | None = None) -> None:

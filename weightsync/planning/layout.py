@@ -72,10 +72,12 @@ class Box(Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
+        """Return the box of a whole tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
+        """Number of elements in the box."""
         return prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
@@ -107,19 +109,25 @@ class TensorMeta(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def numel(self) -> int:
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size of the whole tensor."""
         return self.numel * itemsize(self.dtype)
 
 
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
     """The tensors that a push delivers, in the trainer's export order.
 
-    A rank may know of none. Raises `ManifestError` if a name occurs twice.
+    Args:
+        tensors: The tensors. A rank may know of none.
+        tied: (other name, name) of each tensor with another name in the trainer's model. The other name does not
+            travel.
 
-    tied: (other name, name) of each tensor with another name in the trainer's model. The other name does not travel.
+    Raises:
+        ManifestError: A name occurs twice.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -136,10 +144,12 @@ class Manifest(Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The tensors' names, in the same order."""
         return tuple(tensor.name for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
+        """Size of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @cached_property

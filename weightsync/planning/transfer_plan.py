@@ -40,8 +40,9 @@ _FINENESS = 8
 class Chain(Struct, frozen=True, array_like=True):
     """Workers with the same bytes to receive. Every rank sends to the first worker, and each worker passes all on.
 
-    workers: their numbers, in the order of the bytes' path. Workers of one host follow each other.
-    reads: the union of their regions.
+    Attributes:
+        workers: Their numbers, in the order of the bytes' path. Workers of one host follow each other.
+        reads: The union of their regions.
     """
 
     workers: tuple[int, ...]
@@ -69,14 +70,15 @@ class Chunk(Struct, frozen=True, array_like=True, dict=True):
 class TransferPlan(Struct, frozen=True, array_like=True):
     """The tensors of a push, their chunks, and the workers. Equal on every rank: rank 0 makes it and broadcasts it.
 
-    manifest: all tensors, in the dtypes that travel.
-    chains: the paths of the bytes, together to every worker. Without any, workers map the ranks' memory.
-    chunks: in their order of travel. Frozen chunks come last. Together they hold every region of every non-empty tensor
-        once, apart from replicas in chunks that are read in place.
-    workers: the number of workers.
-    load_paths: the number of the engines' modules for each load path.
-    duplicates: pairs of tensors that share a place in some engine's memory. They must be equal in each push. The first
-        of each pair travels only for other engines.
+    Attributes:
+        manifest: All tensors, in the dtypes that travel.
+        chains: The paths of the bytes, together to every worker. Without any, workers map the ranks' memory.
+        chunks: In their order of travel. Frozen chunks come last. Together they hold every region of every non-empty
+            tensor once, apart from replicas in chunks that are read in place.
+        workers: The number of workers.
+        load_paths: The number of the engines' modules for each load path.
+        duplicates: Pairs of tensors that share a place in some engine's memory. They must be equal in each push. The
+            first of each pair travels only for other engines.
     """
 
     manifest: Manifest

@@ -22,9 +22,11 @@ class WeightSyncWorkerExtension:
     """
 
     def weightsync_init(self, init_info: dict[str, Any]) -> None:
+        """Connect this worker to the trainer of `init_info`, and plan. Blocks until the trainer releases it."""
         self._weightsync().init(init_info)
 
     def weightsync_update(self, update_info: dict[str, Any]) -> None:
+        """Run this worker's part of one push. Blocks until the trainer releases it."""
         session = self._weightsync()
         session.start()
         try:
@@ -37,6 +39,7 @@ class WeightSyncWorkerExtension:
             reset()
 
     def weightsync_adapter_modules(self, path: str, number: int) -> dict[str, Any]:
+        """Return the modules of this worker that vLLM has bound to the adapter in the folder `path`."""
         return adapter_modules(self, path, number)
 
     def _weightsync(self) -> WorkerSession:

@@ -8,7 +8,12 @@ from typing import Any
 
 
 class RolloutEngine:
-    """An `LLM` with the methods for a rollout group."""
+    """An `LLM` with the methods for a rollout group.
+
+    Args:
+        devices: The engine's GPUs, as in CUDA_VISIBLE_DEVICES. Empty: as the process sees them.
+        options: The options of the `LLM`.
+    """
 
     def __init__(self, devices: str, options: dict[str, Any]) -> None:
         if devices:
@@ -28,9 +33,11 @@ class RolloutEngine:
         return [[_answer(completion) for completion in output.outputs] for output in outputs]
 
     def sleep(self, level: int) -> None:
+        """Put the engine to sleep, as `LLM.sleep` does."""
         self.llm.sleep(level=level)
 
     def wake_up(self, tags: list[str]) -> None:
+        """Wake what these tags name, as `LLM.wake_up` does."""
         self.llm.wake_up(tags)
 
 
