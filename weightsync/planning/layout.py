@@ -121,7 +121,7 @@ class TensorMeta(Struct, frozen=True, array_like=True, gc=False):
 class Manifest(Struct, frozen=True, array_like=True, dict=True):
     """The tensors that a push delivers, in the trainer's export order.
 
-    Args:
+    Attributes:
         tensors: The tensors. A rank may know of none.
         tied: (other name, name) of each tensor with another name in the trainer's model. The other name does not
             travel.
