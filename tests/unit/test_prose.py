@@ -27,6 +27,8 @@ DECISIONS = sorted((ROOT / "docs/internals/decisions").glob("[0-9]*.md"))
 MOST_WORDS = 25
 """In one sentence of a docstring, a comment, a decision, an error, a log line or another text for users."""
 MOST_RELATIVE_WORDS = 1
+GUIDES = [page for page in PAGES if page.parent.name in ("docs", "start", "use", "operate", "extend")]
+"""The pages that are read from top to bottom."""
 DECISION_PARTS = ["Context", "Decision", "Consequences", "What would change it"]
 MOST_DECISION_LINES = 40
 
@@ -318,6 +320,13 @@ def test_pages_of_frameworks_show_their_recipes():
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_of_a_page_lead_somewhere(page: Path):
     assert not broken_links(page)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_sentences_of_a_guide_are_short(page: Path):
+    text = re.sub(r"^(\||#).*$", "", without_code(page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)|\*\*|\[", "", re.sub(r"^\d+\. ", "- ", text, flags=re.MULTILINE))
+    assert [sentence for sentence in sentences(text) if count_words(sentence) > MOST_WORDS] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
