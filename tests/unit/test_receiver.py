@@ -15,10 +15,12 @@ from msgspec.structs import replace
 from torch import nn
 
 from weightsync.errors import DigestError, PeerError, PlacementError, ProtocolError, SyncTimeoutError, UnsupportedError
+from weightsync.kernels.copies import BatchedCopy
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import CLEAN, POISONED, Go
 from weightsync.planning.layout import Box
 from weightsync.planning.wire_types import ChunkLayout
+from weightsync.worker import loader
 from weightsync.worker.engine_model import WorkerIdentity
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.worker.loader import Receiver, await_stream
@@ -1076,6 +1078,21 @@ def test_chunk_on_a_gpu_is_waited_for_with_a_deadline_and_an_ear_for_bad_news(mo
 
     with pytest.raises(PeerError, match="has died"):
         await_stream(gpu, 7, [], bad_news, Deadline(30))
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_first_push_waits_before_each_chunk_that_may_load_a_kernel(monkeypatch: pytest.MonkeyPatch, is_loaded: bool):
+    awaited: list[int] = []
+    monkeypatch.setattr(loader, "await_stream", lambda device, number, *rest: awaited.append(number))
+    monkeypatch.setattr(BatchedCopy, "is_loaded", is_loaded)
+    make, tensors = functools.partial(OneParameter, COPIES["whole"][1]), {"weight": torch.ones(4, 6)}
+    trainer = MemoryTrainer(ModuleHost(make, tensors), tensors=tensors, max_bytes=24)
+    assert len(trainer.chunks) == 4
+    trainer.push()
+    assert awaited == ([0, 1] if is_loaded else [0, 1, 2, 3])
+    awaited.clear()
+    trainer.push()
+    assert awaited == []
 
 
 def test_transport_is_left_before_a_gpu_is_waited_for_that_waits_for_it(monkeypatch: pytest.MonkeyPatch):

@@ -44,6 +44,11 @@ class BatchedCopy:
         self._tiles = {group: Tiles(copies) for group, copies in enumerate(tiled) if copies}
         self._one_by_one = [[copy[:2] for copy in copies if not can_tile(*copy[:2])] for copies in left]
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a run loads no further kernel: launches of kernels that are loaded already make all copies."""
+        return not (self._tiles or any(self._one_by_one))
+
     def run(self, group: int = 0) -> None:
         """Copy the current contents of a group's sources.
 

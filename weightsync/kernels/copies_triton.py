@@ -135,7 +135,7 @@ class CopyLaunches:
             table = np.column_stack([pieces, ends - counts])
             on_gpu = [torch.from_numpy(part).to(self._device) for part in (table, of_tile, order.astype(np.int32))]
             self._launches.append((on_gpu, bounds.tolist(), _constants(kind, is_spread)))
-            _compile(self._device, kind, is_spread)
+            _load(self._device, kind, is_spread)
 
     def run(self, group: int = 0) -> None:
         with torch.cuda.device(self._device):
@@ -146,11 +146,14 @@ class CopyLaunches:
 
 
 @cache
-def _compile(device: torch.device, kind: _Kind, is_spread: bool) -> None:
-    """Compile now, not during the first push."""
-    table, of_tile = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+def _load(device: torch.device, kind: _Kind, is_spread: bool) -> None:
+    """Compile the kernel, and load it into the GPU by a launch without tiles.
+
+    Loading may wait for the GPU. During a push the GPU may wait for another member of a broadcast.
+    """
+    table, of_tile = (torch.zeros(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
     with torch.cuda.device(device):
-        _copy.warmup(table, of_tile, of_tile, 0, 0, **_constants(kind, is_spread), grid=(1,))
+        _copy[(1,)](table, of_tile, of_tile, 0, 0, **_constants(kind, is_spread))
 
 
 def _constants(kind: _Kind, is_spread: bool) -> dict[str, Any]:

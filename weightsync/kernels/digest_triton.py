@@ -106,7 +106,7 @@ class Launches:
                 first += (ends - own) * (unit == place)
                 of_program = np.arange(len(runs), dtype=np.int32).repeat(own)
                 self._launches.append((n, self._on_gpu(of_program), np.append(0, ends)))
-                _compile(self._device, n)
+                _load(self._device, n)
         self._table = self._on_gpu(np.stack([address, sizes, first], axis=1))
 
     def run(self, runs: range, first: int, out: torch.Tensor) -> None:
@@ -124,11 +124,12 @@ class Launches:
 
 
 @cache
-def _compile(device: torch.device, unit: int) -> None:
-    """Compile now, not during a push."""
-    table, of_program = (torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+def _load(device: torch.device, unit: int) -> None:
+    """Compile the kernel, and load it into the GPU by a launch for a run without bytes. See `copies_triton._load`."""
+    table = torch.zeros(_FIELDS, dtype=torch.int64, device=device)
+    of_program = torch.zeros(1, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
-        _sum.warmup(table, of_program, table, 0, 0, 0, 0, **_constants(unit), grid=(1,))
+        _sum[(1,)](table, of_program, torch.zeros_like(table), 0, 0, 0, 0, **_constants(unit))
 
 
 def _constants(unit: int) -> dict[str, Any]:

@@ -40,6 +40,8 @@ ALIGN_BYTES = 256
 """Alignment of tensors in a slot. It covers every dtype and the widest vector load."""
 SLOTS = 2
 """Chunks in memory at once: one being read, one being filled."""
+FIRST_USES = 2
+"""Chunks at the begin of a first push before which the host waits for the GPU: torch may load kernels for them."""
 DIGEST_BYTES = 8
 """Size of a run's digest. It follows the run's last byte, as a little-endian 64-bit integer."""
 

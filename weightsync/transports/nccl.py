@@ -37,7 +37,16 @@ from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
 from weightsync.planning.wire_types import Storage
-from weightsync.transports.base import SLOTS, Endpoint, LocalTensors, RouteRequest, Transport, TransportReceiver, Wait
+from weightsync.transports.base import (
+    FIRST_USES,
+    SLOTS,
+    Endpoint,
+    LocalTensors,
+    RouteRequest,
+    Transport,
+    TransportReceiver,
+    Wait,
+)
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
 from weightsync.transports.members import check_machines, kind_of, meet
@@ -46,8 +55,7 @@ from weightsync.transports.staging import Layout, Packer, endpoint, receive_layo
 _AHEAD = 8
 """Most GPU operations in flight before the host waits for the oldest. The stream orders them.
 
-Without a bound the host would notice a member's death late. In a first push the host waits for each operation before
-the next. First uses, such as loading a kernel, may synchronise the GPU.
+Without a bound the host would notice a member's death late.
 """
 
 _LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
@@ -237,20 +245,23 @@ class _Sender:
             update.wait(seconds)
 
         under_way, encoder = UnderWay(), self._encoder
-        ahead, self._has_sent = 0 if self.device.type == "cuda" and not self._has_sent else _AHEAD, True
+        # A first use of a kernel may synchronise the GPU. The host waits for earlier operations before it.
+        first_uses = FIRST_USES if still_open(self.packer).is_loaded and not self._computes else len(chunks)
+        waits = 0 if self._has_sent or self.device.type != "cuda" else first_uses
+        self._has_sent = True
         posted: dict[int, Operation] = {}  # by slot
         self._sent_bytes = 0
         if encoder is not None:
             encoder.begin()
             told = torch.tensor([encoder.encodes]).view(torch.uint8)
             self._start(len(self._layout), [(told, chain) for chain in _senders(self._layout)], under_way)
-        for number in chunks:
+        for at, number in enumerate(chunks):
             if (earlier := posted.pop(number % SLOTS, None)) is not None:
                 # Wait on the host: a gather or compute may synchronise the GPU, and so wait without a deadline for a
                 # dead member.
                 freed = earlier.wait if self._computes else earlier.follow
                 freed(wait, update.deadline_after_workers(), "transfer")
-            under_way.bound(ahead, wait, update.deadline_after_workers())
+            under_way.bound(0 if at < waits else _AHEAD, wait, update.deadline_after_workers())
             still_open(self.packer).fill(number, sample)
             slot = self._slots[number % SLOTS]
             runs = [(slot[each.first : each.end], chain) for chain, each in self._layout[number].items()]

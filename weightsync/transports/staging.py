@@ -191,6 +191,11 @@ class Packer:
         counts = [len(step.ends) for step in self._steps]
         self._ends, self._written = ends.split(counts), torch.empty_like(ends).split(counts)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether filling slots loads no further kernel into the GPU, apart from those of the first chunks."""
+        return self._copies.is_loaded and not any(step.computed for step in self._steps)
+
     def fill(self, number: int, sample: int | None) -> None:
         """Copy the rank's current values into the chunk's slot, and write the digests of `sample` after them.
 

@@ -211,6 +211,10 @@ class LoadPath(ABC):
         """Return the chunks in whose loading the host may wait for the GPU. Call it after `bind`."""
         return ()
 
+    def first_uses(self) -> Iterable[int]:
+        """Return the chunks whose first loading may load a kernel, and wait for the GPU. Call it after `bind`."""
+        return ()
+
     @abstractmethod
     def load(self, chunk: int) -> int:
         """Load this chunk, and close the groups completed by it. Return the number of bytes read.
@@ -246,6 +250,9 @@ class InPlace(LoadPath):
         self._constants = [(fill, live[fill.param].data) for fill in constants if self._takes(fill.param)]
         buffers = [param for param in self._arrivals.ops if param not in traced.group_of]
         self.buffers: list[LiveTensor] = [live_tensor(self._model.live, param) for param in buffers]
+
+    def first_uses(self) -> Iterable[int]:
+        return () if self._copies.is_loaded else self._group_of
 
     def begin(self, first: bool) -> None:
         # Parameters of an engine with dummy weights were never loaded. Nothing else writes these regions.
@@ -307,6 +314,9 @@ class FusedQuantize(LoadPath):
 
     def blocking(self) -> Iterable[int]:
         return {*self._parts, *self._due}  # parts allocate memory, and the driver may wait for the whole GPU to do so
+
+    def first_uses(self) -> Iterable[int]:
+        return self._quantisers
 
     def begin(self, first: bool) -> None:
         self._fresh.clear()

@@ -28,7 +28,7 @@ from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
-from weightsync.transports.base import TransportReceiver, Wait
+from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
@@ -279,6 +279,9 @@ class _BoundPlan:
             path.bind()
         self._collective = self._arrivals.collective_chunks()
         self._blocking = self._collective.union(*(path.blocking() for path in self._paths))
+        self._first_uses = {*self._arrivals.chunks(True)[:FIRST_USES]}.union(
+            *(each.first_uses() for each in self._paths)
+        )
 
     def note_commit(self) -> None:
         """Note the commit of the push, and the digests of the parameters that only a whole push fills."""
@@ -339,7 +342,7 @@ class _BoundPlan:
                 path.begin(is_first)
         since = time.perf_counter()
         for number in source.chunks(due, wait, new_deadline):
-            if is_first or number in self._blocking:  # the first launch of a kernel loads it, which waits for the GPU
+            if number in self._blocking or (is_first and number in self._first_uses):
                 await_stream(self._arrivals.model.device, number, source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
             self.verifier.check_chunk(number, go.sample)
