@@ -1,9 +1,16 @@
 # Copyright 2026 The weightsync authors. Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """Metadata, dependencies and entry points. What the tools (ruff, mypy, pytest) need is in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+REPOSITORY = "https://github.com/weightsync/weightsync"
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "weightsync/__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+)
 
 extras = {
     # The receiver works inside these vLLM releases; weightsync/vllm/compat.py holds what differs between them.
@@ -32,12 +39,19 @@ extras = {
 
 setup(
     name="weightsync",
-    version="0.1.0",  # the same in weightsync/__init__.py; tests/fake/test_package.py compares them
+    version=VERSION[1],
     description="Moves updated policy weights from an RL trainer into a running vLLM",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     keywords="reinforcement-learning rlhf llm vllm fsdp deepspeed megatron weights",
     author="The weightsync authors",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/tree/main/docs",
+        "Source": REPOSITORY,
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
     license_expression="Apache-2.0",
     packages=find_packages(include=["weightsync", "weightsync.*"]),
     package_data={"weightsync": ["py.typed"]},

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import configparser
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import weightsync
 
@@ -19,13 +22,16 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 TOP_LEVEL = {
     ".ci",
+    ".github",
     ".gitignore",
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
+    "MANIFEST.in",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "benchmarks",
     "docs",
     "examples",
@@ -42,18 +48,49 @@ ENTRY_POINTS = {
 }
 
 
+def files_of_the_repository() -> list[str]:
+    """Return the names of all files that git does not ignore."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel, built from a copy so that nothing of an earlier build gets in and nothing is left behind."""
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, built from a copy: nothing of an earlier build gets in, and nothing stays behind."""
+    folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
-    shutil.copytree(ROOT / "weightsync", source / "weightsync", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    for name in files_of_the_repository():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (built,) = folder.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from the source distribution."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(sdist)]
     subprocess.run(command, check=True)
     (built,) = folder.glob("*.whl")
     return built
+
+
+def test_source_distribution_holds_the_repository(sdist: Path):
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    missing = {name for name in files_of_the_repository() if not name.startswith(".")} - held
+    assert missing == set()
+    assert {name.partition("/")[0] for name in held - {*files_of_the_repository()}} == {
+        "PKG-INFO",
+        "setup.cfg",
+        "weightsync.egg-info",
+    }
 
 
 def test_wheel_holds_every_module(wheel: Path):
@@ -70,7 +107,13 @@ def test_wheel_metadata(wheel: Path):
         metadata = archive.read(f"{info}/METADATA").decode()
         license_text = archive.read(f"{info}/licenses/LICENSE").decode()
     assert {group: dict(entry_points[group]) for group in entry_points.sections()} == ENTRY_POINTS
-    assert f"\nVersion: {weightsync.__version__}\n" in metadata, "setup.py and weightsync/__init__.py must agree"
+    assert f"\nVersion: {weightsync.__version__}\n" in metadata
+    assert set(re.findall(r"^Project-URL: (\w+), https://", metadata, re.MULTILINE)) == {
+        "Changelog",
+        "Documentation",
+        "Issues",
+        "Source",
+    }
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "Apache License" in license_text
 
@@ -94,13 +137,17 @@ def test_entry_points_lead_somewhere():
 
 
 def test_top_level_of_the_repository():
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    tracked = {name.split("/")[0] for name in listed.split("\0") if name}
+    tracked = {name.split("/")[0] for name in files_of_the_repository()}
     lock_files = {name for name in tracked if name.startswith("requirements-") and name.endswith(".lock")}
     assert lock_files == {f"requirements-{name}.lock" for name in ("cpu", "docs", "gpu", "trl", "verl")}
     assert tracked - lock_files == TOP_LEVEL
+
+
+def test_issue_forms_ask_for_the_doctor():
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")}
+    assert forms.pop("config")["contact_links"]
+    assert all({"name", "description", "body"} <= form.keys() for form in forms.values())
+    assert any("weightsync doctor" in part["attributes"]["label"] for part in forms["fault"]["body"])
 
 
 def test_lock_files_pin_every_package():
