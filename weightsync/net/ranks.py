@@ -230,7 +230,8 @@ class Ranks:
     def wait(self, seconds: float) -> None:
         """Sleep for this time. Raise when any rank has failed or died. For the loops of other waits."""
         self.hold.move()
-        time.sleep(seconds)
+        if seconds:  # even a sleep of 0 s gives Python's lock away
+            time.sleep(seconds)
         for connection in self.connections:
             connection.check("transfer")
 

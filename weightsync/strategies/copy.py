@@ -120,6 +120,8 @@ class CopyWeights(FleetStrategy):
         is_stream = isinstance(self._options.source, StreamSource)
         with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
             push = self._plan(update, model, late)
+            if push.sessions:
+                self._memory.begin()  # while the engines pause
         self._is_touched = True
         if not push.sessions:
             return None
@@ -128,7 +130,6 @@ class CopyWeights(FleetStrategy):
             with timeline.during("pause"):
                 fleet.wait_open()
         with timeline.during("transfer"):
-            self._memory.begin()
             self._send(update, push)
             self._source.gather((), update.meet)
         left_out = frozenset.intersection(*(session.left_out for session in push.sessions))

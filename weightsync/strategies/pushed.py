@@ -89,7 +89,8 @@ class TrainerMemory:
         places = [*map(id, found), *map(torch.Tensor.data_ptr, found), *map(torch.Tensor.stride, found)]
         if places != self._places:
             self._places = places
-            self._counted = {id(each if each._base is None else each._base): (name, each) for name, each in named}
+            counted = [(name, each) for name, each in named if not each.is_inference()]  # the others have no count
+            self._counted = {id(each if each._base is None else each._base): (name, each) for name, each in counted}
             self._proof = MemoryFingerprint(_bytes_of(runs))
 
     def begin(self) -> None:
@@ -127,7 +128,7 @@ class TrainerMemory:
 
     def _writes(self) -> list[int]:
         """Return torch's count of writes to each tensor."""
-        return [0 if tensor.is_inference() else tensor._version for _, tensor in self._counted.values()]
+        return [tensor._version for _, tensor in self._counted.values()]
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ def send_to_core(llm: Any, method: str, *args: Any) -> Future[Any]:
 
     `call_utility` itself waits for the answer. The core serves calls in their order.
     """
-    client, number, answer = llm.llm_engine.engine_core, uuid.uuid1().int >> 64, Future[Any]()
+    client, number, answer = llm.llm_engine.engine_core, uuid.uuid4().int >> 64, Future[Any]()
     client.utility_results[number] = answer
     kinds = sys.modules[type(client).__module__].EngineCoreRequestType
     client._send_input(kinds.UTILITY, (0, number, method, args))
