@@ -443,6 +443,8 @@ def copy_ops(
     Raises `PlacementError`, after looking at everything, if part of a load copy comes from no rank or comes twice.
     `problems` lists each tensor and region.
     """
+    if not (copies := [*copies]):
+        return []
     held: dict[str, dict[tuple[int, Box], list[ShardLocation]]] = defaultdict(lambda: defaultdict(list))
     for chunk, locations in enumerate(arrivals):
         for location in locations:

@@ -180,12 +180,21 @@ def load_chains(manifest: Manifest, chains: Sequence[Chain]) -> Load:
         for name, boxes in chain.reads.items():
             readers[name] += number, id(boxes)  # alike tensors, such as experts, share their boxes
     kinds: dict[tuple[int, ...], _Kind] = {}
+    known: dict[Hashable, Held] = {}  # of tensors in one piece: experts are alike
 
     def load(pieces: Sequence[ShardLocation]) -> Held:
-        found: Held = {}
         name = pieces[0].name
         size = itemsize(manifest[name].dtype)
         readers_of_name = tuple(readers.get(name, ()))
+        if len(pieces) > 1:
+            return load_kind(name, readers_of_name, size, pieces)
+        like = readers_of_name, size, pieces[0].rank, pieces[0].box
+        if like not in known:
+            known[like] = load_kind(name, readers_of_name, size, pieces)
+        return known[like]
+
+    def load_kind(name: str, readers_of_name: tuple[int, ...], size: int, pieces: Sequence[ShardLocation]) -> Held:
+        found: Held = {}
         if (kind := kinds.get(readers_of_name)) is None:
             kind = kinds[readers_of_name] = _Kind([chain.reads.get(name, ()) for chain in chains])
         totals = [0] * len(kind.chains)
@@ -362,6 +371,8 @@ def _cut(tensor: _Part, load: Load, max_bytes: int) -> list[_Part]:
     A row larger than `max_bytes` is cut too.
     """
     peak = _peak(tensor.held)
+    if peak * _FINENESS <= max_bytes:
+        return [tensor]
     rows = [piece.box.size[0] for piece in tensor.pieces if piece.box.size]
     count = max(-(-peak // max_bytes), min([-(-peak * _FINENESS // max_bytes), *rows]))
     if count <= 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -113,9 +114,11 @@ class Receiver:
         self._plan, self._is_exported, self.loaded = None, False, None
         self.await_kernels()
         with self._model.scope():
+            # In a thread: connecting is mostly waiting for other members, and the copies need the plan alone.
+            arrivals = submit("arrivals", partial(_arrivals, self._model, self._traced, source, message))
             with _fail_together(self._model, wait, deadline, tell):
                 source.connect(message.storages, message.fields, wait, deadline)
-                plan = _BoundPlan(self._model, self._traced, source, message)
+                plan = _BoundPlan(self._model, self._traced, source, message, arrivals)
             plan.bind()
         self._plan = plan
 
@@ -255,18 +258,22 @@ class _BoundPlan:
     reloads: a push post-processes modules. Post-processing may move more tensors than the parameters.
     """
 
-    def __init__(self, model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> None:
+    def __init__(
+        self,
+        model: EngineModel,
+        traced: TracedLoad,
+        source: TransportReceiver,
+        message: Connect,
+        arrivals: Future[Arrivals],
+    ) -> None:
         self.is_committed = False
         self.is_whole_push = False
         self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
         self.verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
         self.verifier.prove(message.proof)
-        own = describe_device(model.device)[1]
-        nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
-        locations = [arrival.locations for arrival in message.chunks]
         self._frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
         self._noted: list[int] | None = None
-        self._arrivals = Arrivals(model, traced, source, locations, message.frozen, nearest)
+        self._arrivals = arrivals.result()
         in_place = InPlace(self._arrivals)
         self.buffers = in_place.buffers
         kinds = FusedQuantize, ReloadPath, NativeLoader
@@ -358,6 +365,13 @@ class _BoundPlan:
         if unfinished := [name for path in self._paths for name in path.unfinished()]:
             raise ProtocolError(f"version {go.version} came, but these are incomplete: {', '.join(unfinished[:5])}")
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
+
+
+def _arrivals(model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> Arrivals:
+    own = describe_device(model.device)[1]
+    nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
+    locations = [arrival.locations for arrival in message.chunks]
+    return Arrivals(model, traced, source, locations, message.frozen, nearest)
 
 
 def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> list[torch.Tensor]:
