@@ -13,7 +13,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -51,6 +51,40 @@ def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path, monkeypatch)
     assert "3 tensors  model.layers.*.self_attn.{q_proj,k_proj,v_proj}.weight  x 3" in lines
     assert "2 tensors  model.layers.*.mlp.{gate_proj,up_proj}.weight  x 3" in lines
     assert "0   32.77 kB      1 tensor  model.embed_tokens.weight" in lines
+
+
+def test_plan_shows_on_a_terminal_what_it_waits_for(tmp_path):
+    ours, theirs = os.openpty()
+    command = [Path(sysconfig.get_path("scripts"), "weightsync"), "plan", str(tiny_model(tmp_path, layers=1))]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment) as child:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal is an error
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        os.close(ours)
+    assert child.returncode == 0
+    steps = [shown.index(text) for text in (b"loading vLLM", b"making the model of", b"tracing vLLM's loader")]
+    assert steps == sorted(steps)
+
+
+def test_a_command_that_is_interrupted_while_it_loads_ends_in_one_word():
+    """Imports of torch take seconds."""
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from weightsync.tools.cli import main; print(flush=True); sys.exit(main())",
+    ]
+    child = subprocess.Popen(
+        [*command, "doctor", "--no-engine"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child.stdout.readline()
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    _, told = child.communicate(timeout=60)
+    assert "interrupted" in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
