@@ -194,15 +194,20 @@ def test_a_shortcut_that_writes_elsewhere_is_found_by_the_experiment(monkeypatch
 
 
 @EVERY
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("cut", ["not", "between experts", "in experts"])
 def test_experts_are_put_together_only_if_what_shares_a_scale_comes_apart(
-    form: Form | BlockForm, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+    form: Form | BlockForm, cut: str, monkeypatch: pytest.MonkeyPatch
 ):
     process = functools.partial(quantise, form, as_they_are)
     host = ModuleHost(Layer, checkpoint(0), process)
     tensors = checkpoint(1)
-    options = {"buckets": [list(tensors)]} if is_whole else {"max_bytes": HIDDEN * 4 * 24}
-    trainer = MemoryTrainer(host, tensors=tensors, **options)
+    half = len(tensors) // 2
+    options: dict[str, dict[str, Any]] = {
+        "not": {"buckets": [list(tensors)]},
+        "between experts": {"buckets": [list(tensors)[:half], list(tensors)[half:]]},
+        "in experts": {"max_bytes": HIDDEN * 4 * 24},
+    }
+    trainer = MemoryTrainer(host, tensors=tensors, **options[cut])
     seen: set[str] = set()
     original = FusedQuantize.put_together
 
@@ -212,7 +217,7 @@ def test_experts_are_put_together_only_if_what_shares_a_scale_comes_apart(
 
     monkeypatch.setattr(FusedQuantize, "put_together", note)
     trainer.push()
-    comes_apart = form in (fp8_per_tensor, fp8_per_block) and not is_whole
+    comes_apart = form in (fp8_per_tensor, fp8_per_block) and cut == "in experts"
     assert seen == ({"experts.w13_weight", "experts.w2_weight"} if comes_apart else set())
     assert_same_model(host.live, ModuleHost(Layer, tensors, process).live)
 

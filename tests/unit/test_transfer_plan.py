@@ -124,6 +124,18 @@ def test_whole_experts_of_all_ranks_share_each_chunk():
     assert of_rank_0 == names[: len(names) // ranks]
 
 
+def test_a_small_expert_is_in_one_chunk():
+    """Its projections may share a scale. A large one is cut, so that chunks are full."""
+    names = [f"layers.0.experts.{n}.{part}.weight" for n in range(20) for part in ("gate", "up", "down")]
+    manifest = manifest_of(*((name, (4, 4)) for name in names))
+    locations = [shard(name, (0, 0), (4, 4), 0) for name in names]
+    for max_bytes, are_whole in ((1600, True), (1024, False)):  # an expert has 192 bytes
+        chunks = chunks_of(manifest, locations, max_bytes, buckets=[names])
+        parts = [Counter(piece.name.split(".")[3] for piece in chunk.pieces) for chunk in chunks]
+        assert len(parts) > 2
+        assert all({*own.values()} == {3} for own in parts) == are_whole
+
+
 def test_buckets_of_pipeline_stages_take_turns_and_stay_whole():
     names = [f"layers.{n}" for n in range(8)]
     manifest = manifest_of(*((name, (64, 4)) for name in names), ("embed", (64, 4)))

@@ -6,10 +6,11 @@ knows nothing about tensors, sockets or processes.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
@@ -20,6 +21,8 @@ from weightsync.planning.load_plan import NameReader, PackedRegions, pack_region
 from weightsync.planning.wire_types import ReadRegions
 
 T = TypeVar("T")
+
+_LAST_NUMBER = re.compile(r".*\.\d+(?=\.)")
 
 _ABOUT = 1.25
 """The most that a participant may hold, as a multiple of the model. Above it, all workers become one chain. Workers
@@ -330,7 +333,7 @@ class _Part(NamedTuple):
 def _atoms(
     bucket: Sequence[str], tensors: Mapping[str, _Part], load: Load, max_bytes: int | None, together: Mapping[str, str]
 ) -> list[_Part]:
-    """Return the parts of a bucket that are not cut further: a small bucket itself, or slices of its tensors."""
+    """Return the parts of a bucket that are not cut further: a small bucket, a small expert, or slices of tensors."""
     held = _total(tensors[name].held for name in bucket if name in tensors)
     if max_bytes is None or _peak(held) * _FINENESS <= max_bytes:
         whole = [piece for name in bucket if name in tensors for piece in tensors[name].pieces]
@@ -338,12 +341,27 @@ def _atoms(
     scales = {together[name] for name in bucket if name in together}
     atoms: list[_Part] = []
     names = [name for name in bucket if name in tensors and name not in scales]
-    for name in _alternating(names, lambda name: _senders([name], tensors)):
-        first, *others = _cut(tensors[name], load, max_bytes)
-        if (scale := tensors.get(together.get(name, ""))) is not None:
-            first = _Part(first.pieces + scale.pieces, _total((first.held, scale.held)))
-        atoms += (first, *others)
+    units: list[list[str]] = []
+    for _, of_expert in groupby(names, _expert_of):
+        unit = [*of_expert]
+        is_small = _peak(_total(tensors[name].held for name in unit)) * _FINENESS <= max_bytes
+        units += [unit] if is_small else [[name] for name in unit]
+    for unit in _alternating(units, lambda unit: _senders(unit, tensors)):
+        parts: list[_Part] = []
+        for name in unit:
+            first, *others = _cut(tensors[name], load, max_bytes)
+            if (scale := tensors.get(together.get(name, ""))) is not None:
+                first = _Part(first.pieces + scale.pieces, _total((first.held, scale.held)))
+            parts += (first, *others)
+        joined = _Part([piece for part in parts for piece in part.pieces], _total(part.held for part in parts))
+        atoms += parts if len(unit) == 1 else [joined]
     return atoms
+
+
+def _expert_of(name: str) -> str:
+    """Return a tensor's name up to its last number. An engine may give an expert's projections one scale."""
+    found = _LAST_NUMBER.match(name)
+    return found[0] if found else name
 
 
 def _senders(names: Iterable[str], tensors: Mapping[str, _Part]) -> frozenset[int]:

@@ -80,10 +80,14 @@ class Recipe:
         return None if self.shared else self.form.height
 
     def job(self, live: Tensors, pieces: Iterable[Piece]) -> Job:
-        """Return the job to fill a module's parameters `live` from `pieces` of its weight, all rows or some."""
+        """Return the job to fill a module's parameters `live` from `pieces` of some matrices, all rows or some."""
         values = _at(live[self.weight], self.values_at, self.shape)
         scale = _at(live[self.scale], self.scale_at, (self.shape[0], *self.form.scale_shape(*self.shape[1:])))
-        return Job(tuple(part for piece in pieces for part in self.placed(piece)), values, scale)
+        parts = [part for piece in pieces for part in self.placed(piece)]
+        first = min(part.matrix for part in parts)
+        own = slice(first, max(part.matrix + len(part.source) for part in parts))
+        moved = tuple(part._replace(matrix=part.matrix - first) for part in parts)
+        return Job(moved, values[own], scale[own])
 
     def placed(self, piece: Piece) -> Iterator[Piece]:
         """Yield a piece's rows at their places. A kernel may want the halves of each matrix swapped."""

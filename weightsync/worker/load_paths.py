@@ -358,8 +358,15 @@ class FusedQuantize(LoadPath):
             return False
         if recipe.height is not None:
             return all(recipe.can_cut(piece.row, piece.source.shape[1]) for piece in whole)
-        chunks = {op.chunk for op, _ in self._views[weight]}
-        return len(chunks) == 1 and (not recipe.shared or chunks == {self._arrivals.last_chunk[weight]})
+        come: dict[int, Counter[int]] = defaultdict(Counter)
+        for (op, _), pieces in zip(self._views[weight], self._pieces[weight], strict=True):
+            for piece in pieces or ():
+                for matrix in range(piece.matrix, piece.matrix + len(piece.source)):
+                    come[op.chunk][matrix] += piece.source.shape[1]
+        if recipe.shared:
+            return come.keys() == {self._arrivals.last_chunk[weight]}
+        # A job is for all matrices between its first one and its last one.
+        return all({*own.values()} == {rows} and max(own) - min(own) < len(own) for own in come.values())
 
     def _agree(self, direct: set[Weight]) -> set[Weight]:
         """Leave out weights put together first on another worker: all workers must exchange the same scales."""
