@@ -329,6 +329,28 @@ def test_sentences_of_a_guide_are_short(page: Path):
     assert [sentence for sentence in sentences(text) if count_words(sentence) > MOST_WORDS] == []
 
 
+def unlike_lines(page: Path) -> list[str]:
+    """Return the lines that GitHub and the site lay out in two ways."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    kinds = (
+        r"^(?:!!!|\?\?\?|===) .*",  # admonitions and tabs: the site's alone
+        r"(?<=\n)(?![-|\d\s]).+\n(?=- |1\. |\|)",  # the site wants a blank line before a list and a table
+        r"^ {1,3}- .*",  # the site nests a list by four spaces
+    )
+    return [found for kind in kinds for found in re.findall(kind, text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_looks_alike_on_github_and_on_the_site(page: Path):
+    assert unlike_lines(page) == []
+
+
+def test_lines_that_look_otherwise_on_the_site_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\nText\n- item\n\n- item\n  goes on\n  - nested\n\n!!! note\n\n| a |\n| - |\nText\n| b |\n")
+    assert unlike_lines(page) == ["!!! note", "Text\n", "Text\n", "  - nested"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_names_on_a_page_are_defined(page: Path):
     assert not unknown_names(page)
