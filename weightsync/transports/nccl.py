@@ -23,6 +23,7 @@ one byte along each chain. This byte says whether the rank sends messages (encod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated, Any
 
@@ -173,8 +174,9 @@ class NcclTransport(Transport):
             if ranks.rank:  # on rank 0 another thread uses these connections
                 ranks.wait(0.0)
 
-        communicator.link(sender.first_sends(), [], wait, deadline)
-        sender.pack()  # while the workers prepare their copies
+        with sender.stream:
+            communicator.link(sender.first_sends(), [], wait, deadline)
+            sender.pack()  # while the workers prepare their copies
 
     def prepare_push(self, sample: int | None) -> int:
         if self._sender is not None and self._sender.device.type == "cuda":
@@ -224,6 +226,10 @@ class _Sender:
         names = [[peers[member] for member in self._members[chain]] for chain in _senders(layout)]
         self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
         self._has_sent = False
+        # Of the thread that sends. The allocator gives memory back in the order of the stream that it was taken on.
+        self.stream: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            self.stream = torch.cuda.stream(torch.cuda.current_stream(device))
 
     def first_sends(self) -> list[Part]:
         """Return the largest run of each chain, for the first exchange: NCCL then has its channels for large runs."""
