@@ -94,8 +94,8 @@ def core_of(pid: int) -> int:
 @pytest.mark.parametrize(
     ("transport", "quantization", "options"),
     [
-        pytest.param("ipc", "fp8_per_block", {}, id="ipc, reloads", marks=pytest.mark.gpu(1)),
-        pytest.param("broadcast", "fp8_per_block", {}, id="broadcast, reloads", marks=pytest.mark.gpu(2)),
+        pytest.param("ipc", "fp8", {}, id="ipc, reloads", marks=pytest.mark.gpu(1)),
+        pytest.param("broadcast", "fp8", {}, id="broadcast, reloads", marks=pytest.mark.gpu(2)),
         pytest.param("broadcast", None, {"quantize": "fp8"}, id="broadcast, quantised", marks=pytest.mark.gpu(2)),
     ],
 )
@@ -107,10 +107,13 @@ def test_who_dies_in_a_push_is_missed(
         quantised_checkpoints.save(model, "FP8-dynamic", checkpoint)
     else:
         tiny_models.save(model, checkpoint)
-    gpu = visible_gpus([0 if transport == "ipc" else 1])
+    environment = visible_gpus([0 if transport == "ipc" else 1])
     log = tmp_path / "log"
-    engine_options = {"kv_cache_memory_bytes": 2**26} | ({"quantization": quantization} if quantization else {})
-    server = Server(checkpoint, "auto", log, gpu, engine_options)
+    engine_options: dict[str, Any] = {"kv_cache_memory_bytes": 2**26}
+    if quantization is not None:  # Marlin's tiles are reloaded
+        environment["VLLM_TEST_FORCE_FP8_MARLIN"] = "1"
+        engine_options |= {"quantization": quantization, "kernel_config": {"linear_backend": "marlin"}}
+    server = Server(checkpoint, "auto", log, environment, engine_options)
     there = tmp_path / "there"
     pushers: list[Remote] = []
 
