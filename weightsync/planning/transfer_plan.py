@@ -244,7 +244,10 @@ def load_staged(manifest: Manifest) -> Load:
 
     def load(pieces: Sequence[ShardLocation]) -> Held:
         size = itemsize(manifest[pieces[0].name].dtype)
-        return _total({piece.rank: piece.box.numel * size} for piece in pieces)
+        found: Held = {}
+        for piece in pieces:
+            found[piece.rank] = found.get(piece.rank, 0) + piece.box.numel * size
+        return found
 
     return load
 
@@ -353,8 +356,9 @@ def _atoms(
             if (scale := tensors.get(together.get(name, ""))) is not None:
                 first = _Part(first.pieces + scale.pieces, _total((first.held, scale.held)))
             parts += (first, *others)
-        joined = _Part([piece for part in parts for piece in part.pieces], _total(part.held for part in parts))
-        atoms += parts if len(unit) == 1 else [joined]
+        if len(unit) > 1:
+            parts = [_Part([piece for part in parts for piece in part.pieces], _total(part.held for part in parts))]
+        atoms += parts
     return atoms
 
 
@@ -375,6 +379,8 @@ def _alternating(items: Sequence[T], senders: Callable[[T], frozenset[int]]) -> 
     many ranks, or the ranks would send one after another.
     """
     ranks = [*map(senders, items)]
+    if len({*ranks}) <= 1:
+        return [*items]
     counts, seen = Counter(ranks), Counter[frozenset[int]]()
     places = []
     for own in ranks:
