@@ -13,7 +13,7 @@ from weightsync.kernels.quantize import (
     fp8_per_tensor,
     int8_per_channel,
 )
-from weightsync.kernels.rows import Job, Piece, RowQuantiser
+from weightsync.kernels.rows import Job, RowQuantiser, WeightPiece
 from weightsync.tools.testing.assertions import same_bytes
 
 FORMS: dict[str, Form] = {"fp8": fp8_per_channel, "int8": int8_per_channel, "fp8 per tensor": fp8_per_tensor}
@@ -44,7 +44,7 @@ def empty(
 
 def job(shards: tuple[tuple[int, torch.Tensor], ...], values: torch.Tensor, scale: torch.Tensor) -> Job:
     """One matrix, from (first row, rows) of it."""
-    return Job(tuple(Piece(0, row, rows[None]) for row, rows in shards), values, scale)
+    return Job(tuple(WeightPiece(0, row, rows[None]) for row, rows in shards), values, scale)
 
 
 def assert_is(form: Form | BlockForm, found: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor) -> None:
@@ -76,14 +76,19 @@ def test_many_at_once_are_as_each_alone(form: Form | BlockForm, dtype: torch.dty
             source.mul_(0.37).add_(0.001)
 
 
-def experts_in_pieces(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, list[Piece]]:
+def experts_in_pieces(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, list[WeightPiece]]:
     """Experts, and their pieces. Gate and up are the halves of each expert's rows."""
     experts, half, columns = 5, 128, 272
     weights = torch.stack([weight(2 * half, columns, dtype, device, seed) for seed in range(experts)])
     gate, up = weights[:, :half].clone(), torch.zeros(experts, half, columns + 3, dtype=dtype, device=device)
     up[:, :, 1:-2] = weights[:, half:]
     up = up[:, :, 1:-2]
-    return weights, [Piece(0, 0, gate[:2]), Piece(2, 0, gate[2:]), Piece(1, half, up[1:]), Piece(0, half, up[:1])]
+    return weights, [
+        WeightPiece(0, 0, gate[:2]),
+        WeightPiece(2, 0, gate[2:]),
+        WeightPiece(1, half, up[1:]),
+        WeightPiece(0, half, up[:1]),
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -25,7 +25,7 @@ AllReduceMax = Callable[[torch.Tensor], None]
 Collective: every worker calls it."""
 
 
-class Piece(NamedTuple):
+class WeightPiece(NamedTuple):
     """Rows of one or more matrices of a weight.
 
     matrix, row: the first matrix, and the first row in each matrix.
@@ -47,7 +47,7 @@ class Job:
     scale: the float32 target. `Form.scale_shape` has the shape for each matrix.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     values: torch.Tensor
     scale: torch.Tensor
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from weightsync.kernels.quantize import BLOCK, FP8_MAX, LEAST_OF_BLOCK, BlockForm, Form
-from weightsync.kernels.rows import Job, Piece
+from weightsync.kernels.rows import Job, WeightPiece
 
 _FIELDS = 14
 _DTYPES = {
@@ -150,7 +150,7 @@ def _blocks(  # type: ignore[no-untyped-def]
     tl.store(scales + tl.zeros((1, 1), tl.int32), scale)
 
 
-class _Kind(NamedTuple):
+class _RowKind(NamedTuple):
     """The constants of a launch, as its pieces have them."""
 
     columns: int
@@ -165,7 +165,7 @@ class RowLaunches:
         self._form = form
         self._device = jobs[0].values.device
         self._values = _DTYPES[jobs[0].values.dtype]
-        tables: dict[_Kind, list[list[int]]] = defaultdict(list)
+        tables: dict[_RowKind, list[list[int]]] = defaultdict(list)
         for job, number in zip(jobs, first, strict=True):
             for piece in job.pieces:
                 kind, fields = _describe(form, job, piece, number)
@@ -233,7 +233,7 @@ class RowLaunches:
                 )
 
 
-def _describe(form: Form | BlockForm, job: Job, piece: Piece, number: int) -> tuple[_Kind, list[int]]:
+def _describe(form: Form | BlockForm, job: Job, piece: WeightPiece, number: int) -> tuple[_RowKind, list[int]]:
     """Return a piece's kind, and its number of matrices followed by its fields in a table.
 
     number: the number of the job's first scale.
@@ -246,7 +246,7 @@ def _describe(form: Form | BlockForm, job: Job, piece: Piece, number: int) -> tu
     own = number + matrix * per_matrix + (row if form.per_row else 0)
     fields = [source.shape[1], own, per_matrix, source.data_ptr(), *_steps(source)[:2]]
     fields += [values.data_ptr(), *_steps(values)[:2], scale.data_ptr(), *_steps(scale)]
-    return _Kind(source.shape[2], source.dtype, _aligned(source) and _aligned(values)), [len(source), *fields]
+    return _RowKind(source.shape[2], source.dtype, _aligned(source) and _aligned(values)), [len(source), *fields]
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:

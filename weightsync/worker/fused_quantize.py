@@ -25,7 +25,7 @@ from weightsync.kernels.quantize import (
     fp8_per_tensor,
     int8_per_channel,
 )
-from weightsync.kernels.rows import MAX_COLUMNS, AllReduceMax, Job, Piece, RowQuantiser
+from weightsync.kernels.rows import MAX_COLUMNS, AllReduceMax, Job, RowQuantiser, WeightPiece
 from weightsync.planning.layout import CopyOp
 from weightsync.worker.placement import Placement, find_placement
 
@@ -79,7 +79,7 @@ class Recipe:
         """The rows to quantise before the other rows have arrived. None: all rows of all matrices come first."""
         return None if self.shared else self.form.height
 
-    def job(self, live: Tensors, pieces: Iterable[Piece]) -> Job:
+    def job(self, live: Tensors, pieces: Iterable[WeightPiece]) -> Job:
         """Return the job to fill a module's parameters `live` from `pieces` of some matrices, all rows or some."""
         values = _at(live[self.weight], self.values_at, self.shape)
         scale = _at(live[self.scale], self.scale_at, (self.shape[0], *self.form.scale_shape(*self.shape[1:])))
@@ -89,7 +89,7 @@ class Recipe:
         moved = tuple(part._replace(matrix=part.matrix - first) for part in parts)
         return Job(moved, values[own], scale[own])
 
-    def placed(self, piece: Piece) -> Iterator[Piece]:
+    def placed(self, piece: WeightPiece) -> Iterator[WeightPiece]:
         """Yield a piece's rows at their places. A kernel may want the halves of each matrix swapped."""
         if self.values_at.swapped is None:
             yield piece
@@ -98,9 +98,9 @@ class Recipe:
         half = self.shape[1] // 2
         first = min(max(half - row, 0), source.shape[1])
         if first:
-            yield Piece(matrix, row + half, source[:, :first])
+            yield WeightPiece(matrix, row + half, source[:, :first])
         if first < source.shape[1]:
-            yield Piece(matrix, row + first - half, source[:, first:])
+            yield WeightPiece(matrix, row + first - half, source[:, first:])
 
     def fits(self, live: Tensors) -> bool:
         """Return whether a live module's parameters have the recipe's layouts."""
@@ -149,13 +149,13 @@ def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: A
     """
     theirs = {key: processed[key] for key in (recipe.weight, recipe.scale)}
     mine = {key: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for key, t in theirs.items()}
-    job = recipe.job(mine, [Piece(0, 0, loaded[recipe.weight].view(recipe.shape))])
+    job = recipe.job(mine, [WeightPiece(0, 0, loaded[recipe.weight].view(recipe.shape))])
     is_run = _run(recipe.form, job, all_reduce_max if recipe.shared else None)
     is_same = is_run and all(same_contents(mine[key], tensor) for key, tensor in theirs.items())
     return _agree(is_same, job.values.device, all_reduce_max)
 
 
-def pieces_of(op: CopyOp, source: torch.Tensor, shape: Shape, like: torch.Tensor) -> list[Piece] | None:
+def pieces_of(op: CopyOp, source: torch.Tensor, shape: Shape, like: torch.Tensor) -> list[WeightPiece] | None:
     """Return the rows copied by `op` into a weight of this shape.
 
     `source` is a view of received memory. None unless these are whole dense rows in the dtype of `like` on its device.
@@ -182,14 +182,14 @@ def pieces_of(op: CopyOp, source: torch.Tensor, shape: Shape, like: torch.Tensor
     return found
 
 
-def _cut(source: torch.Tensor, first: int, rows: int) -> list[Piece] | None:
+def _cut(source: torch.Tensor, first: int, rows: int) -> list[WeightPiece] | None:
     """Return rows of matrices with so many `rows` as pieces. A run of rows goes on in the next matrix.
 
     first: the number of the first row, counted over all matrices. None: it would have to be a run in each matrix.
     """
     matrix, row = divmod(first, rows)
     if row + source.shape[1] <= rows:
-        return [Piece(matrix, row, source)]
+        return [WeightPiece(matrix, row, source)]
     if len(source) > 1:
         return None
     run = source[0]
@@ -197,7 +197,7 @@ def _cut(source: torch.Tensor, first: int, rows: int) -> list[Piece] | None:
     whole = (len(run) - head) // rows * rows
     parts = [run[:head][None], run[head : head + whole].unflatten(0, (-1, rows)), run[head + whole :][None]]
     starts = [first, first + head, first + head + whole]
-    return [Piece(*divmod(at, rows), part) for at, part in zip(starts, parts, strict=True) if part.numel()]
+    return [WeightPiece(*divmod(at, rows), part) for at, part in zip(starts, parts, strict=True) if part.numel()]
 
 
 def _candidates(
@@ -234,7 +234,7 @@ def _find_recipe(
     shape = as_matrices(weight)
     values = torch.empty(shape, dtype=form.dtype, device=weight.device)
     scale = weight.new_empty((shape[0], *form.scale_shape(*shape[1:])), dtype=torch.float32)
-    job = Job((Piece(0, 0, weight.view(shape)),), values, scale)
+    job = Job((WeightPiece(0, 0, weight.view(shape)),), values, scale)
     is_run = _run(form, job, all_reduce_max if shared else None)
     places = (_find_place(values, theirs), _find_place(scale, their_scale)) if is_run else (None, None)
     recipe, (values_at, scale_at) = None, places

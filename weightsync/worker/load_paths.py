@@ -18,7 +18,7 @@ from torch import nn
 
 from weightsync.errors import ProtocolError
 from weightsync.kernels.copies import BatchedCopy, Copy
-from weightsync.kernels.rows import Job, Piece, RowQuantiser
+from weightsync.kernels.rows import Job, RowQuantiser, WeightPiece
 from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
 from weightsync.planning.regular_copies import join_regular
 from weightsync.transports.base import TransportReceiver, strided
@@ -283,7 +283,7 @@ class FusedQuantize(LoadPath):
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
         self._views: dict[Weight, list[tuple[CopyOp, torch.Tensor]]] = {}
-        self._pieces: dict[Weight, list[list[Piece] | None]] = {}
+        self._pieces: dict[Weight, list[list[WeightPiece] | None]] = {}
         for weight in arrivals.weights:
             like = torch.empty(0, dtype=weight.recipe.wide, device=self._model.device)
             seen = [(op, arrivals.view(op)) for op in join_regular(arrivals.ops.get(weight.param, ()))]
@@ -296,7 +296,7 @@ class FusedQuantize(LoadPath):
         self._nbytes: Counter[int] = Counter()
         self._parts: dict[int, list[tuple[Weight, CopyOp, torch.Tensor]]] = defaultdict(list)
         for weight, those in self._views.items():
-            found: dict[int, list[Piece]] = defaultdict(list)
+            found: dict[int, list[WeightPiece]] = defaultdict(list)
             for (op, seen), pieces in zip(those, self._pieces[weight], strict=True):
                 self._nbytes[op.chunk] += seen.numel() * seen.element_size()
                 if weight not in direct:
@@ -326,7 +326,7 @@ class FusedQuantize(LoadPath):
             quantiser.run()
         _copy_all([(self.put_together(weight), op, seen) for weight, op, seen in self._parts.get(chunk, ())])
         for weight in self._due.get(chunk, ()):
-            whole = Piece(0, 0, self.put_together(weight))
+            whole = WeightPiece(0, 0, self.put_together(weight))
             self._quantiser(weight.recipe.form, weight.recipe.shared, [self._job(weight, [whole])]).run()
             del self._fresh[weight]
         return self._nbytes[chunk]
@@ -343,7 +343,7 @@ class FusedQuantize(LoadPath):
                 fill.apply(self._fresh[weight])
         return self._fresh[weight]
 
-    def _job(self, weight: Weight, pieces: Sequence[Piece]) -> Job:
+    def _job(self, weight: Weight, pieces: Sequence[WeightPiece]) -> Job:
         return weight.recipe.job(dict(parameters_of(weight.group.live[0])), pieces)
 
     def _quantiser(self, form: AnyForm, shared: bool, jobs: Sequence[Job]) -> RowQuantiser:
