@@ -7,24 +7,40 @@ therefore clears nearly all tensors. Only tensors without a finite sum are searc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 
-@torch.no_grad()
 def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the numbers of the tensors that hold a NaN or an infinity, in order. Waits for their GPUs."""
+    return begin_search(tensors)()
+
+
+def begin_search(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
+    """Queue a search of tensors on GPUs on the current streams. Return the rest of `find_non_finite`."""
+    queued = _are_finite({number: each for number, each in enumerate(tensors) if each.is_cuda})
+
+    def finish() -> list[int]:
+        others = _are_finite({number: each for number, each in enumerate(tensors) if not each.is_cuda})
+        flags = [pair for numbers, found in queued + others for pair in zip(numbers, found.tolist(), strict=True)]
+        return sorted(number for number, is_finite in flags if not (is_finite or _is_finite(tensors[number])))
+
+    return finish
+
+
+@torch.no_grad()
+def _are_finite(tensors: Mapping[int, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
+    """Return the numbers of tensors, and for each whether its sum is finite. Tensors of other than floats are left out.
+
+    Does not wait for their GPUs.
+    """
     sums: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
-    for number, tensor in enumerate(tensors):
+    for number, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.numel():
             own = sum_of(tensor)
             sums[own.device, own.dtype][number] = own
-    suspects: list[int] = []
-    for alike in sums.values():
-        are_finite = torch.stack([*alike.values()]).isfinite().tolist()
-        suspects += [number for number, is_finite in zip(alike, are_finite, strict=True) if not is_finite]
-    return sorted(number for number in suspects if not _is_finite(tensors[number]))
+    return [([*alike], torch.stack([*alike.values()]).isfinite()) for alike in sums.values()]
 
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,6 +53,7 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sum(dtype=torch.float32) if tensor.is_cuda or tensor.dtype is torch.float16 else tensor.sum().float()
 
 
+@torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.dtype.itemsize == 1:
         tensor = tensor.to(torch.bfloat16)

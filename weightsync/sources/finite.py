@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from weightsync.kernels.finite import find_non_finite, sum_of
+from weightsync.kernels.finite import begin_search, find_non_finite, sum_of
+from weightsync.kernels.runs import Run
 from weightsync.sources.base import DerivedSource, Model, Reading, ShardSource
 
 _TURNS = 16
@@ -31,6 +32,7 @@ class FiniteSource(DerivedSource):
         super()._forget()
         self._sums: list[tuple[str, torch.Tensor]] = []
         self._looks = 0
+        self._search: tuple[list[Run], Callable[[], list[int]]] | None = None
 
     def _derive(self, given: Reading) -> Reading:
         shards = [
@@ -42,22 +44,30 @@ class FiniteSource(DerivedSource):
         return replace(given, shards=shards)
 
     def read(self, model: Model) -> Reading:
-        self._sums = []
+        self._sums, self._search = [], None
         return super().read(model)
+
+    def begin_search(self, left_out: Collection[str] = ()) -> None:
+        """Queue the search of `non_finite` on GPUs: the current streams do it."""
+        runs, lying = ([], []) if self._reading is None else (self._reading.runs, self._reading.lying)
+        due = [run for number, run in enumerate(runs) if self._is_due(number, run.data)]
+        if left_out:
+            due = [run for run in due if any(lying[number].meta.name not in left_out for number in run.members)]
+        self._search = due, begin_search([run.data for run in due])
 
     def non_finite(self, left_out: Collection[str] = ()) -> list[str]:
         """Return the names of tensors with NaN or infinity among the last shards. Waits for their GPU.
 
         For computed tensors, the values computed since the last call count. Tensors in the trainer's memory named in
-        `left_out` are not checked.
+        `left_out` are not checked. `begin_search` may have been called with the same names.
         """
-        runs, lying = ([], []) if self._reading is None else (self._reading.runs, self._reading.lying)
-        names = [shard.meta.name for shard in lying]
-        due = [run for number, run in enumerate(runs) if self._is_due(number, run.data)]
-        if left_out:
-            due = [run for run in due if not all(names[number] in left_out for number in run.members)]
-        bad = [due[number] for number in find_non_finite([run.data for run in due])]
-        near = [lying[number] for run in bad for number in run.members if names[number] not in left_out]
+        if self._search is None:
+            self.begin_search(left_out)
+        assert self._search is not None
+        (due, search), self._search = self._search, None
+        lying = [] if self._reading is None else self._reading.lying
+        near = [lying[number] for run in (due[number] for number in search()) for number in run.members]
+        near = [shard for shard in near if shard.meta.name not in left_out]
         found = [near[number].meta.name for number in find_non_finite([shard.tensor for shard in near])]
         sums, self._sums = self._sums, []
         found += [sums[number][0] for number in find_non_finite([each for _, each in sums])]

@@ -121,7 +121,9 @@ class CopyWeights(FleetStrategy):
         with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
             push = self._plan(update, model, late)
             if push.sessions:
-                self._memory.begin()  # while the engines pause
+                left_out = frozenset.intersection(*(session.left_out for session in push.sessions))
+                self._finite.begin(left_out)  # while the engines pause: later, workers on the same GPU would wait
+                self._memory.begin(push.version)
         self._is_touched = True
         if not push.sessions:
             return None
@@ -132,9 +134,8 @@ class CopyWeights(FleetStrategy):
         with timeline.during("transfer"):
             self._send(update, push)
             self._source.gather((), update.meet)
-        left_out = frozenset.intersection(*(session.left_out for session in push.sessions))
         with timeline.during("load"), update.blaming_ranks():
-            seen = self._finite.look(left_out)  # this and the next overlap with the workers' loading
+            seen = self._finite.look(left_out)  # while the workers load
             self._memory.note(push.version, push.label)
             done, sent_bytes = self._wait_done(update, push)
         report: PushReport | None = None

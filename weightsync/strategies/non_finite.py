@@ -57,6 +57,11 @@ class FiniteCheck:
                 tensors=bad,
             )
 
+    def begin(self, left_out: Collection[str] = ()) -> None:
+        """Queue the GPUs' part of `look`. Not collective."""
+        if self._checked is not None:
+            self._checked.begin_search(left_out)
+
     def look(self, left_out: Collection[str] = ()) -> list[str]:
         """Return the names of this rank's tensors with NaN or infinity, as far as this push checks. Not collective.
 

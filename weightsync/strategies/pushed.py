@@ -61,7 +61,9 @@ class TrainerMemory:
         self._places: list[Any] = []
         self._proof = MemoryFingerprint([])
         self._counted: dict[int, tuple[str, torch.Tensor]] = {}  # by base: views share their base's count of writes
-        self._before: tuple[list[int], list[int] | None] | None = None
+        self._is_on_gpu = False
+        self._sample: int | None = None
+        self._before: tuple[list[int], list[int] | None] = [], None
 
     def find(self, model: Model, reading: Reading) -> None:
         """Begin to find the memory of a push, in the background. Call it before the other methods, in each push."""
@@ -92,31 +94,38 @@ class TrainerMemory:
             counted = [(name, each) for name, each in named if not each.is_inference()]  # the others have no count
             self._counted = {id(each if each._base is None else each._base): (name, each) for name, each in counted}
             self._proof = MemoryFingerprint(_bytes_of(runs))
+            self._is_on_gpu = all(tensor.is_cuda for tensor in found)
 
-    def begin(self) -> None:
-        """Record write counts and digests before a push reads any tensor."""
+    def begin(self, version: int) -> None:
+        """Record write counts and digests before a push of `version` reads any tensor. May wait for current streams."""
         self._await()
-        if self._verify != "none":
-            self._before = self._writes(), self._proof.of(WHOLE) if self._verify == "full" else None
+        whole = self._verify == "full" or self.catches_up
+        self._sample = None if self._verify == "none" else WHOLE if whole else version
+        # On a GPU also for "sampled": workers on the same GPU would otherwise wait for the digests.
+        is_early = self._verify == "full" or self._is_on_gpu
+        self._before = self._writes(), self._digests() if is_early else None
 
     def note(self, version: int, label: str | None) -> None:
-        """Record a push as `pushed`, after it has read all tensors. Waits for the current streams.
+        """Record a push as `pushed`, after it has read all tensors. May wait for the current streams.
 
         Raises `DigestError` if a tensor was written since `begin`: engines then have a mixture.
         """
-        whole = self._verify == "full" or self.catches_up
-        sample = None if self._verify == "none" else WHOLE if whole else version
-        writes, digests = self._writes(), None if sample is None else self._proof.of(sample)
-        if self._before is not None:
-            counted, before = self._before
-            names = (name for name, _ in self._counted.values())
-            changed = [name for name, a, b in zip(names, counted, writes, strict=True) if a != b]
-            if changed or (before is not None and before != digests):
-                raise DigestError(
-                    f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
-                    "when no thread writes weights",
-                )
-        self.pushed = Pushed(version, label, sample, (self._settings(), writes, digests))
+        counted, before = self._before
+        writes, digests = self._writes(), before
+        if before is None or self._verify == "full":
+            digests = self._digests()
+        names = (name for name, _ in self._counted.values())
+        changed = [name for name, a, b in zip(names, counted, writes, strict=True) if a != b]
+        if self._verify != "none" and (changed or before not in (None, digests)):
+            raise DigestError(
+                f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
+                "when no thread writes weights",
+            )
+        self.pushed = Pushed(version, label, self._sample, (self._settings(), writes, digests))
+
+    def _digests(self) -> list[int] | None:
+        """Return the digests of this push's sample, if it has one."""
+        return None if self._sample is None else self._proof.of(self._sample)
 
     def is_as_pushed(self) -> bool:
         """Return whether a push would send the bytes of the last push again."""
