@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from inspect import getattr_static
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.base import Engine
@@ -151,7 +152,7 @@ def listed(engines: object) -> list[object]:
 
 def public_name(engine: Any) -> str | None:
     """Return the URL or Ray actor id of an engine that every process can reach. None: it lives in this process."""
-    if isinstance(engine, Engine):
+    if _is_own(engine):
         return None
     if (url := _url(engine)) is not None:
         return url.rstrip("/")
@@ -164,8 +165,13 @@ def _url(engine: Any) -> str | None:
     return url if isinstance(url, str) else None
 
 
+def _is_own(given: object) -> TypeGuard[Engine]:
+    """Return whether an object has the members of an `Engine`. `isinstance` would read `host`, which may be a call."""
+    return all(getattr_static(given, name, None) is not None for name in vars(Engine) if not name.startswith("_"))
+
+
 def _is_engine(given: object) -> bool:
-    return isinstance(given, Engine) or vllm_class(given) is not None or public_name(given) is not None
+    return _is_own(given) or vllm_class(given) is not None or public_name(given) is not None
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -187,7 +193,7 @@ def _is_ray_actor(engine: Any) -> bool:
 
 
 def _connect_one(engine: object, label: str, timeout_s: float) -> Engine:
-    if isinstance(engine, Engine):
+    if _is_own(engine):
         return engine
     if (url := _url(engine)) is not None:
         return HttpEngine(url, name=f"{label} ({url})", timeout_s=timeout_s)
