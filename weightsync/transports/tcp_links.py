@@ -69,18 +69,20 @@ class TcpLinks(Communicator):
         patient = _patient(deadline)
         if self._rendezvous is None:
             self._to_first = [self._dial(host, port, "member", 0, self.size - 1, patient)]
-            return
-        with closing(self._rendezvous.listener) as listener:
-            members = listener.admit("member", 0, patient, "connect", self._check)
-            self._to_first = [member for _, member in members]
+        else:
+            with closing(self._rendezvous.listener) as listener:
+                members = listener.admit("member", 0, patient, "connect", self._check)
+                self._to_first = [member for _, member in members]
+        for connection in self._to_first:  # idle until the next link, which may be hours away
+            connection.watch_host(deadline.timeout_s)
 
     def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
-        self._missing = UNCONNECTED
         patient = _patient(deadline)
         receivers = sorted({member for _, member in sends if member not in self._outward})
         with closing(Listener(self.place[2])) as listener:
             own = *(listener.listen(self.place[0]) if receivers else ("", 0)), receivers
             everyone = self._exchange_places(own, patient)
+            self._missing = UNCONNECTED
             for member in sorted({member for _, member in receives if member not in self._inward}):
                 address, at, others = everyone[member]
                 link = self._dial(address, at, "link", member, len(others), patient)
