@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from inspect import getattr_static
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -167,7 +166,8 @@ def _url(engine: Any) -> str | None:
 
 def _is_own(given: object) -> TypeGuard[Engine]:
     """Return whether an object has the members of an `Engine`. `isinstance` would read `host`, which may be a call."""
-    return all(getattr_static(given, name, None) is not None for name in vars(Engine) if not name.startswith("_"))
+    members = [name for name in vars(Engine) if not name.startswith("_")]
+    return all(hasattr(type(given), name) or hasattr(given, name) for name in members)
 
 
 def _is_engine(given: object) -> bool:
