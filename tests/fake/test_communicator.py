@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -169,6 +170,60 @@ def test_the_jobs_environment_does_not_decide_how_nccl_waits_or_aborts(
     assert [os.environ.get(name) for name in settings] == [None, "1"]
 
 
+class GlooGroup:
+    """Stands in for torch's group over NCCL, which needs GPUs."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+        self.broadcast = group.broadcast
+        self.abort, self.eager_connect_single_device = mock.Mock(), mock.Mock()
+
+
+@pytest.fixture
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("set_device", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    monkeypatch.setattr(nccl_group, "_nccl", GlooGroup)
+
+
+def nccl_members(count: int, size: int) -> list[NcclGroup]:
+    rendezvous = NcclGroup.rendezvous_at(HOST)
+    place = [rendezvous.host, rendezvous.port, rendezvous.name]
+    members = [NcclGroup(place, None if rank else rendezvous, rank, size, torch.device("cpu")) for rank in range(count)]
+    for member in members:
+        member.meet(Deadline(20.0))
+    return members
+
+
+def end_of_meetings() -> None:
+    deadline = Deadline(10.0)
+    while any(thread.name == "weightsync-meet" for thread in threading.enumerate()):
+        assert not deadline.passed(), "a member still waits for others"
+        time.sleep(0.05)
+
+
+def test_members_over_nccl_link_by_an_exchange_after_they_have_met(without_gpus: None):
+    first, second = nccl_members(2, 2)
+    end_of_meetings()  # with nobody waiting in `link`
+    sent, room = torch.arange(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8)
+    for _ in range(2):  # the communicator outlives a plan
+        room.zero_()
+        receiving = threading.Thread(target=second.link, args=([], [(room, 0)], time.sleep, Deadline(20.0)))
+        receiving.start()
+        first.link([(sent, 1)], [], time.sleep, Deadline(20.0))
+        receiving.join()
+        assert torch.equal(room, sent)
+
+
+def test_a_member_over_nccl_stops_waiting_when_the_first_one_leaves_the_meeting(without_gpus: None):
+    first, second = nccl_members(2, 3)
+    time.sleep(0.3)  # the third one never comes
+    first.abort()
+    end_of_meetings()
+    with pytest.raises(PeerError, match="3 members of a communicator did not come together"):
+        second.link([], [], time.sleep, Deadline(20.0))
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_search_whose_members_nccl_connects_first_ends_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch, is_broken: bool
@@ -287,10 +342,7 @@ def test_a_meeting_that_is_aborted_leaves_no_thread_and_no_socket_waiting():
     time.sleep(0.3)  # the third member never comes
     for member in members:
         member.abort()
-    deadline = Deadline(10.0)
-    while any(thread.name == "weightsync-meet" for thread in threading.enumerate()):
-        assert not deadline.passed(), "a member still waits for the third one"
-        time.sleep(0.05)
+    end_of_meetings()
     assert len(os.listdir("/proc/self/fd")) < before
     with pytest.raises(WeightSyncError, match="was closed"):
         members[1].link([], [], time.sleep, Deadline(20.0))
