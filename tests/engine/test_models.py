@@ -327,8 +327,8 @@ On H200s these are 70 families of the 83 that were tried
 ([results](https://github.com/weightsync/weightsync/blob/main/benchmarks/results/2026-11-25-h200-families.json)). [The
 registry](registry.md#equal-answers) lists them. Among them are DeepSeek-V2 and V3, dots.llm1, GLM-4.5,
 GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks have state of their own, and most hybrids and state-space
-models. None answered otherwise. vLLM 0.26 did not start in that run for the other 13: BLOOM, Gemma 3n, Gemma 4, GLM-4 MoE
-Lite, Hunyuan, Hunyuan MoE, Mellum, MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.
+models. None answered otherwise. vLLM 0.26 did not start in that run for the other 13: BLOOM, Gemma 3n, Gemma 4, GLM-4
+MoE Lite, Hunyuan, Hunyuan MoE, Mellum, MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.
 
     weightsync bench --families benchmarks/families.json --no-peers --num-iters 1 --jobs 11 --client extension
 
@@ -336,12 +336,13 @@ Equal on H200s too, with vLLM 0.26 and, but for the drafters, CUDA graphs:
 
 - Qwen3-Next, Qwen3.5 with its tower, and Qwen3.5 MoE with its tower and without. Without FlashInfer these need
   `additional_config={{"gdn_prefill_backend": "triton"}}`.
-- GPT-OSS in [MXFP4](../use/quantized.md#which-engines), as its own checkpoints are, also at the widths of the published 20 B
-  with one worker and two (`tests/gpu/test_mxfp4.py`). FlashInfer takes attention sinks on Blackwell alone.
+- GPT-OSS in [MXFP4](../use/quantized.md#which-engines), as its own checkpoints are, also at the widths of the published
+  20 B with one worker and two (`tests/gpu/test_mxfp4.py`). FlashInfer takes attention sinks on Blackwell alone.
 - The drafters of MiMo (`mtp`) and of a Llama (`eagle`, `eagle3`) with two workers: answers and drafts
   (`tests/gpu/test_drafters.py`).
-- Gemma 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures in the prompts, also on an H100 (`tests/gpu/test_pictures.py`).
-  LLaVA, LLaVA-OneVision and Mistral 3 do not start there: transformers 5.17 lacks a class that vLLM 0.26 imports.
+- Gemma 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures in the prompts, also on an H100
+  (`tests/gpu/test_pictures.py`). LLaVA, LLaVA-OneVision and Mistral 3 do not start there: transformers 5.17 lacks a
+  class that vLLM 0.26 imports.
 """
 
 
