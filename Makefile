@@ -35,7 +35,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadf
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help chaos compare-trl dashboard-picture deltas docs endurance fleet fuzz matrix test test-unit test-fake \
+.PHONY: help chaos compare-trl dashboard-picture pictures deltas docs endurance fleet fuzz matrix test test-unit test-fake \
     test-hosts test-integrations test-dashboard test-frameworks test-verl demo lint clean
 
 help: ## List the targets.
@@ -98,6 +98,12 @@ test-dashboard: $(INSTALLED) ## Put the queries of docs/operate/grafana.json, an
 
 dashboard-picture: .dashboard/page.js $(INSTALLED) ## Draw docs/operate/grafana.png from ten minutes of pushes. Needs prometheus, chromium and npm.
 	PYTHONPATH=.:tests/support $(PY) tests/integrations_prometheus/draw_dashboard.py $(<D)
+
+RESULTS := benchmarks/results/2026-11-
+pictures: $(INSTALLED) ## Draw the pictures of docs/reference/benchmarks.md from benchmarks/results.
+	$(PY) -m weightsync bench --from $(RESULTS)27-h200-experts.json --plot docs/reference/benchmarks-experts.svg
+	$(PY) -m weightsync bench --from $(addprefix $(RESULTS),27-h200-fsdp-tp2.json 25-h200-fsdp.json 25-h100-broadcast.json) \
+	    --plot docs/reference/benchmarks-dense.svg
 
 .dashboard/page.js: docs/operate/grafana.json $(addprefix tests/integrations_prometheus/,dashboard.jsx package.json)
 	mkdir -p $(@D) && cp $(filter %/package.json,$^) $(@D)

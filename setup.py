@@ -22,6 +22,7 @@ extras = {
     "prometheus": ["prometheus-client>=0.20"],
     "otel": ["opentelemetry-api>=1.20"],
     "trl": ["trl>=1.16,<1.17"],
+    "plot": ["matplotlib>=3.8"],
     "docs": ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0", "ruff>=0.9"],
     "dev": [
         "build>=1.2",

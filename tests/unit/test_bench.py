@@ -217,7 +217,7 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     # 16.38 GB at 5 GB/s
     assert (
-        "broadcast at 5 GB/s 3276 ms 8B bfloat16, plain x1, broadcast/module, to 1 x TP=2 by llm (16.38 GB)" in printed
+        "broadcast at 5 GB/s 3.28 s 8B bfloat16, plain x1, broadcast/module, to 1 x TP=2 by llm (16.38 GB)" in printed
     )
     assert "8B bfloat16, plain x1, checkpoint/module, to 1 x TP=2 by llm (16.38 GB)" in printed
     assert "not measured: 8B bfloat16, plain x1, vllm nccl, to 1 x TP=2 by llm: vllm nccl moves GPU memory" in printed

@@ -148,6 +148,7 @@ ROOM = {
         "weightsync.integrations.verl_worker",
     ],
     "triton": TRITON,
+    "matplotlib": ["weightsync.tools.bench.plot"],
 }
 
 # Not on `import`, but inside the function that needs it. A room that is all about its package may import it at the top.
@@ -164,6 +165,7 @@ LAZY = [
     "triton",
     "prometheus_client",
     "opentelemetry",
+    "matplotlib",
 ]
 AT_THE_TOP = [
     "weightsync.hybrid",

@@ -195,6 +195,9 @@ def _add_bench(commands: Commands) -> None:
     option("--folder", metavar="DIR", help="where checkpoints and logs lie meanwhile; default: the temporary folder")
     option("--dry-run", action="store_true", help="print the cases and lower bounds; start nothing")
     option("--json", metavar="FILE", type=Path, help="write one object for each case, with every push in it")
+    text = "show files that --json has written instead of measuring"
+    option("--from", metavar="FILE", dest="results", type=Path, nargs="+", help=text)
+    option("--plot", metavar="FILE", type=Path, help="draw cases, peers and lower bounds into this .svg or .png")
     bench.set_defaults(module="weightsync.tools.bench.run")
 
 

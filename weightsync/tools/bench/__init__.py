@@ -15,5 +15,8 @@ pushes without a break. The other pushes as users do: before each push it genera
     weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run
         The cases, each with its lower bound.
 
+    weightsync bench --from results.json --plot results.svg
+        A picture of an earlier run, whose --json wrote the file.
+
 Exit status 1 when a push failed or left other answers than a cold start.
 """

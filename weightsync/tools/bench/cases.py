@@ -84,11 +84,15 @@ class Case:
         """Whether NCCL broadcasts. It needs a GPU for each of its members."""
         return self.transport == "broadcast" or NATIVE.get(self.way, ("", False))[0] == "nccl"
 
+    @property
+    def engine(self) -> str:
+        """The number of engines, and how each is parallel."""
+        parallel = f" DP={self.data_parallel_size}" * (self.data_parallel_size > 1) + " EP" * self.expert_parallel
+        return f"{self.engines} x TP={self.tp}{parallel}"
+
     def __str__(self) -> str:
         way = f"{self.transport}/{self.bucketer}" if self.way == WEIGHTSYNC else self.way
-        engine = f"{self.engines} x TP={self.tp}"
-        engine += f" DP={self.data_parallel_size}" * (self.data_parallel_size > 1) + " EP" * self.expert_parallel
-        engine += f" {self.quantization}" * (self.quantization != "none")
+        engine = self.engine + f" {self.quantization}" * (self.quantization != "none")
         engine += "" if self.starts_cold else " from dummy weights"
         return f"{self.shape} {self.dtype}, {self.backend} x{self.ranks}, {way}, to {engine} by {self.client}"
 

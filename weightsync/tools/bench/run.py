@@ -23,16 +23,18 @@ from rich.console import Console
 
 from weightsync import __version__
 from weightsync.errors import ConfigError
-from weightsync.report import format_bytes
+from weightsync.report import format_bytes, format_seconds
 from weightsync.tools.bench import trainer
 from weightsync.tools.bench.cases import ASSUMED, ASSUMED_CPU, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
 from weightsync.tools.bench.limits import measure
+from weightsync.tools.bench.plot import check_plot, draw
 from weightsync.tools.bench.shapes import add_shapes, cut_layers, write_config
 from weightsync.tools.plan import in_bfloat16
 from weightsync.tools.processes import ChildError, installed, run_trainers, vllm_version
 from weightsync.tools.tables import print_line, print_table
 
 SCHEMA = 3
+_READ = (2, SCHEMA)
 LOOPS = ("back_to_back", "in_training")
 _COLUMNS = ("back to back", "min - max", "in training", "min - max", "first", "lower bound", "answers", "case")
 _EXPLAINED = (
@@ -51,6 +53,35 @@ def run(options: Namespace, console: Console) -> bool:
 
     Raise `ConfigError` for impossible options, and `ChildError` if the limits cannot be measured.
     """
+    if options.plot is not None:
+        check_plot(options.plot)
+    rows = read_results(options.results) if options.results else _measure_cases(options, console)
+    if rows:
+        _show(console, rows)
+    if rows and options.plot is not None:
+        draw(rows, options.plot)
+    wrong = [row for row in rows if row["case"]["way"] == WEIGHTSYNC and row.get("answers") != 0]
+    if wrong:
+        print_line(console, f"FAIL: {len(wrong)} of {len(rows)} cases failed or left wrong answers")
+    return not wrong
+
+
+def read_results(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the measured cases of files that --json has written. Raise `ConfigError` for any other file."""
+    rows: list[Any] = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--from {file}: {error}") from error
+        rows += found if isinstance(found, list) else [found]
+        if not all(isinstance(row, dict) and row.get("schema") in _READ for row in rows):
+            raise ConfigError(f"--from {file}: expected cases of schema 2 or 3, as weightsync bench --json writes them")
+    return rows
+
+
+def _check(options: Namespace) -> None:
+    """Raise `ConfigError` for options that no machine can measure."""
     if options.num_iters < 1 or options.num_iters_warmup < 0:
         raise ConfigError(f"--num-iters {options.num_iters} {options.num_iters_warmup}: expected at least 1, and 0")
     for name in ("jobs", "layers"):
@@ -59,12 +90,17 @@ def run(options: Namespace, console: Console) -> bool:
     for name, folder in (("folder", options.folder), ("json", options.json and options.json.parent)):
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}")
+    if not options.dry_run and vllm_version() is None:
+        raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
+
+
+def _measure_cases(options: Namespace, console: Console) -> list[dict[str, Any]]:
+    """Measure what can be measured here, and return the cases. A dry run returns none."""
+    _check(options)
     if options.families is not None:
         options.shape = add_shapes(options.families)
     if options.layers is not None:
         options.shape = cut_layers(options.shape, options.layers)
-    if not options.dry_run and vllm_version() is None:
-        raise ConfigError("vLLM is not installed here; install it with: pip install 'weightsync[vllm]'")
     there = torch.cuda.device_count()
     gpus = there if options.gpus is None else options.gpus
     if gpus < 0 or (gpus > there and not options.dry_run):
@@ -93,13 +129,9 @@ def run(options: Namespace, console: Console) -> bool:
                 rows.append({"schema": SCHEMA, "environment": where, "limits": limits, **row})
                 if options.json is not None:  # after each case, so that a crash loses little
                     options.json.write_text(json.dumps(rows, indent=1))
-            _show(console, rows)
     for case, why in refused.items():
         print_line(console, f"not measured: {case}: {why}")
-    wrong = [row for row in rows if row["case"]["way"] == WEIGHTSYNC and row.get("answers") != 0]
-    if wrong:
-        print_line(console, f"FAIL: {len(wrong)} of {len(rows)} cases failed or left wrong answers")
-    return not wrong
+    return rows
 
 
 def _measure_all(
@@ -189,19 +221,23 @@ def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         cells = []
         for loop in LOOPS:
             total = row["seconds"][loop]["total_s"]
-            cells += [_ms(total["median"]), f"{_ms(total['least'])} - {_ms(total['most'])}"]
-        bound = f"{row['floor_limit']}: {_ms(row['floor_s'])}"
+            cells += [
+                format_seconds(total["median"]),
+                f"{format_seconds(total['least'])} - {format_seconds(total['most'])}",
+            ]
+        bound = f"{row['floor_limit']}: {format_seconds(row['floor_s'])}"
         answers = "equal" if row["answers"] == 0 else f"wrong: {row['answers']}"
         answers += "" if case.starts_cold else ", no cold engine compared"
         size = f"{case} ({format_bytes(row['nbytes'])})"
-        table.append((*cells, _ms(row["first"]["total_s"]), bound, answers, size))
+        table.append((*cells, format_seconds(row["first"]["total_s"]), bound, answers, size))
     print_table(console, _COLUMNS, table, ">>>>>><<")
     print_line(console, _EXPLAINED)
     for case, row in done:
         phases = list(dict.fromkeys(name for loop in LOOPS for name in row["seconds"][loop]))
         columns = ("", *(name.removesuffix("_s") for name in phases))
         lines = [
-            (loop.replace("_", " "), *(_ms(row["seconds"][loop][name]["median"]) for name in phases)) for loop in LOOPS
+            (loop.replace("_", " "), *(format_seconds(row["seconds"][loop][name]["median"]) for name in phases))
+            for loop in LOOPS
         ]
         print_line(console, str(case))
         print_table(console, columns, lines, "<" + ">" * len(phases))
@@ -214,7 +250,13 @@ def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, i
     rows = []
     for case in cases:
         seconds, limit = floor(case, sizes[case.shape], limits, gpus)
-        rows.append((f"{limit} at {limits[limit]:g} GB/s", _ms(seconds), f"{case} ({format_bytes(sizes[case.shape])})"))
+        rows.append(
+            (
+                f"{limit} at {limits[limit]:g} GB/s",
+                format_seconds(seconds),
+                f"{case} ({format_bytes(sizes[case.shape])})",
+            )
+        )
     print_table(console, ("limit, assumed", "lower bound", "case"), rows, "<><")
 
 
@@ -232,7 +274,3 @@ def _environment(gpus: int) -> dict[str, Any]:
         "cpu": f"{next(models, platform.machine())}, {os.cpu_count()} cores",
         "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
     }
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
