@@ -122,3 +122,10 @@ def test_pictures_of_the_documents_show_the_results(picture: str):
     found, (title, labels) = texts(ROOT / "docs" / "reference" / picture), describe(rows)
     expected = [title, *labels, *(text for each in rows for text in numbers(each))]
     assert [text for text in expected if text not in found] == [], "run `make pictures`"
+
+
+def test_the_timeline_of_the_documents_shows_the_results():
+    pushes = json.loads((RESULTS / "2026-11-27-h200-push-timeline.json").read_text())["pushes"]
+    stages = [f"{stage['lane']}: {stage['stage']}" for push in pushes for stage in push["stages"]]
+    found = texts(ROOT / "docs" / "internals" / "push-timeline.svg")
+    assert [stage for stage in stages if stage not in found] == [], "run `make pictures`"
