@@ -82,8 +82,9 @@ def test_trainer_that_answers_keeps_its_engine(engine: RecordedEngine, monkeypat
         WeightSync("fsdp", "ipc", engine, timeout_s=60.0) as second,
     ):
         first.push(trainer_model(checkpoint(2)))
-        with pytest.raises(EngineBusyError, match="another trainer is connected"):
+        with pytest.raises(EngineBusyError, match=r"another trainer is connected.*: close it") as busy:
             second.push(trainer_model(checkpoint(3)))
+        assert "stop its process" not in str(busy.value), "both are in this process"
         first.push(trainer_model(checkpoint(2)))
         assert_serves(engine, 2, 2)
 
@@ -350,8 +351,10 @@ def test_trainer_keeps_its_engine_between_pushes_for_as_long_as_its_user_says(
         first.push(trainer_model(checkpoint(2)))
         second.push(trainer_model(checkpoint(3)))
         assert_serves(engine, 3, 2)
-        with pytest.raises(EngineBusyError, match=f"stop its process, {os.getpid()} on the engine's host"):
+        with pytest.raises(EngineBusyError, match="another trainer is connected"):
             third.push(trainer_model(checkpoint(4)))
+        held = engine.sessions[0]._held_by_another("another process", 60.0)
+        assert f"stop its process, {os.getpid()} on the engine's host" in str(held)
         with pytest.raises(FencedError):
             first.push(trainer_model(checkpoint(4)))
         second.push(trainer_model(checkpoint(4)))

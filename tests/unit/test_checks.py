@@ -52,11 +52,18 @@ def test_what_fits_is_no_problem():
 def test_a_part_of_the_model_is_recognised():
     part = [name.removeprefix("model.") for name in ENGINE if name.startswith("model.")]
     error = problem(manifest(*part))
-    assert "Push the whole model, not a part of it, or give WeightSync(selection=TensorSelection(" in str(error)
-    assert "rename={'^': 'model.'}" in str(error)
+    assert "Push the whole model, not a part of it: nothing is pushed for lm_head.weight" in str(error)
+    assert "rename" not in str(error), "a rename gives no head"
     assert "exclude" not in str(error), "to leave them out would not help"
     assert {*error.missing} == ENGINE
     assert {*error.unexpected} == {*part}
+
+
+def test_a_part_with_all_of_a_tied_models_weights_can_be_renamed():
+    tied = sorted(ENGINE - {"lm_head.weight"})
+    error = problem(manifest(*(name.removeprefix("model.") for name in tied)), missing=tied, hints=tied)
+    assert "Push the whole model, not a part of it, or give WeightSync(selection=TensorSelection(" in str(error)
+    assert "rename={'^': 'model.'}" in str(error)
 
 
 @pytest.mark.parametrize("prefix", ["policy.", "policy.module.", "module._orig_mod.model."])

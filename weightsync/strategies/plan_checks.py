@@ -69,17 +69,17 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
 
 
 def _explain_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> Iterator[str]:
-    if not (unexpected and missing):
-        return
     lacking = (name.removesuffix(one) for one in unexpected[:1] for name in missing if name.endswith(f".{one}"))
-    if (found := find_rename(unexpected, lacking, lambda new: missing)) is None:
+    if not (unexpected and missing and (found := find_rename(unexpected, lacking, lambda new: missing))):
         return
     rename, fitting = found
     old, name = next(iter(fitting.items()))
     advice = "Push the model inside" if len(old) > len(name) else "Push the whole model, not a part of it"
-    item = {rename.pattern: rename.replacement}
     yield f"{len(fitting)} names have another prefix than in the engine's checkpoint, such as {old} for {name}"
-    yield f"{advice}, or give WeightSync(selection=TensorSelection(rename={item}))"
+    absent = [other for other in missing if other not in fitting.values()] if len(fitting) == len(unexpected) else []
+    item = {rename.pattern: rename.replacement}
+    way = f", or give WeightSync(selection=TensorSelection(rename={item}))"
+    yield advice + (f": nothing is pushed for {first_few(absent)}" if absent else way)
 
 
 def _explain_missing(missing: Sequence[str], manifest: Manifest) -> Iterator[str]:

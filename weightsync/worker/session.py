@@ -190,9 +190,9 @@ class WorkerSession:
         if self._serving or (other is not None and other.is_open() and other.answers(pong_s) and other.peer_holds):
             boot, pid = self._trainer.process.split(":")[:2]
             where = "engine's host" if boot == boot_id() else "host of the trainer"
+            way = "" if process == self._trainer.process else f", or stop its process, {pid} on the {where}"
             return EngineBusyError(
-                "another trainer is connected to this engine, or another WeightSync of this trainer: close that "
-                f"WeightSync, or stop its process, {pid} on the {where}",
+                f"another trainer is connected to this engine, or another WeightSync of this trainer: close it{way}",
                 who=self._name,
             )
         if other is not None and isinstance(other.pop(), Release):  # the trainer has closed its WeightSync
