@@ -126,6 +126,7 @@ demo: $(INSTALLED) ## Push to a live vLLM, prove it equal to a cold start, then 
 
 docs: .venv-docs/.installed ## Build the site into build/site. A dead link, or a page that no menu leads to, is an error.
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+	@cp .venv-docs/package/dist/mermaid.min.js build/site/assets/ || echo "no mermaid: readers load it from another host"
 
 lint: $(INSTALLED) ## ruff and mypy.
 	$(PY) -m ruff check .
@@ -158,6 +159,7 @@ $(VENV)/.installed: $(LOCK) setup.py
 .venv-docs/.installed: requirements-docs.lock
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
+	-@cd $(@D) && npm pack --silent mermaid@11.6.0 && tar xzf mermaid-*.tgz package/dist/mermaid.min.js && rm mermaid-*.tgz
 	@touch $@
 
 # Environments of frameworks. They see what $(PY) has, and what their lock file names comes first. torch goes with its
