@@ -351,12 +351,10 @@ def test_trainer_keeps_its_engine_between_pushes_for_as_long_as_its_user_says(
         first.push(trainer_model(checkpoint(2)))
         second.push(trainer_model(checkpoint(3)))
         assert_serves(engine, 3, 2)
-        with (
-            monkeypatch.context() as elsewhere,
-            pytest.raises(EngineBusyError, match=f"stop its process, {os.getpid()} on the engine's host"),
-        ):
+        with monkeypatch.context() as elsewhere:
             elsewhere.setattr("weightsync.net.listener.this_process", lambda: f"{boot_id()}:1:0")
-            third.push(trainer_model(checkpoint(4)))
+            with pytest.raises(EngineBusyError, match=f"stop its process, {os.getpid()} on the engine's host"):
+                third.push(trainer_model(checkpoint(4)))
         with pytest.raises(FencedError):
             first.push(trainer_model(checkpoint(4)))
         second.push(trainer_model(checkpoint(4)))
