@@ -100,6 +100,7 @@ def test_results_of_an_earlier_run_are_shown_and_drawn(tmp_path: Path, capsys: p
     [
         (["--plot", "found.pdf"], "ends in .svg or .png"),
         (["--plot", "/nonexistent/found.svg"], "there is no folder /nonexistent"),
+        (["--dry-run", "--plot", "found.svg"], "--dry-run has no results"),
         (["--from", "/nonexistent"], "--from /nonexistent: "),
         (["--from", str(RESULTS / "2026-11-25-h200-hybrid.json")], "expected cases of schema 2 or 3"),
         (["--from", str(RESULTS / "2026-11-23-h200-bench-0.5B.json")], "expected cases of schema 2 or 3"),

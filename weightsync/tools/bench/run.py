@@ -55,10 +55,12 @@ def run(options: Namespace, console: Console) -> bool:
     """
     if options.plot is not None:
         check_plot(options.plot)
+    if options.dry_run and (options.plot or options.results):
+        raise ConfigError("--dry-run has no results: leave --plot and --from out")
     rows = read_results(options.results) if options.results else _measure_cases(options, console)
     if rows:
         _show(console, rows)
-    if rows and options.plot is not None:
+    if options.plot is not None:
         draw(rows, options.plot)
     wrong = [row for row in rows if row["case"]["way"] == WEIGHTSYNC and row.get("answers") != 0]
     if wrong:
@@ -75,7 +77,7 @@ def read_results(files: Sequence[Path]) -> list[dict[str, Any]]:
         except (OSError, ValueError) as error:
             raise ConfigError(f"--from {file}: {error}") from error
         rows += found if isinstance(found, list) else [found]
-        if not all(isinstance(row, dict) and row.get("schema") in _READ for row in rows):
+        if not found or not all(isinstance(row, dict) and row.get("schema") in _READ for row in rows):
             raise ConfigError(f"--from {file}: expected cases of schema 2 or 3, as weightsync bench --json writes them")
     return rows
 
