@@ -73,7 +73,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     title, labels = describe(rows)
     with rc_context(STYLE):
-        figure = Figure(figsize=(6 + max(map(len, labels)) / 15, 1.4 + _ROW_INCHES * len(rows)), layout="constrained")
+        width = max(6 + max(map(len, labels)) / 15, len(title) / 12)
+        figure = Figure(figsize=(width, 1.4 + _ROW_INCHES * len(rows)), layout="constrained")
         axes = figure.subplots()
         axes.use_sticky_edges = False
         for y, row in enumerate(rows):
