@@ -312,7 +312,7 @@ def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
 
     def push_first() -> None:
         transport = FaultyTransport("broadcast")
-        with WeightSync("fsdp", transport, engine, timeout_s=0.5) as first:
+        with WeightSync("fsdp", transport, engine, timeout_s=1.0) as first:
             first.push(trainer_model(checkpoint(2)))
             if where == "transfer":
                 transport.before_chunk = hang
@@ -325,6 +325,8 @@ def test_trainer_that_answers_and_hangs_in_a_push_loses_its_engine(
             except WeightSyncError as error:
                 outcome.append(error)
 
+    with WeightSync("fsdp", "broadcast", engine, timeout_s=TIMEOUT_S) as before:
+        before.push(trainer_model(checkpoint(1)))  # a first push imports much, longer than the next one may wait
     hanging = threading.Thread(target=push_first)
     hanging.start()
     assert hung.wait(30.0)
