@@ -20,7 +20,7 @@ from engines import NOT_COMPILED, PROMPTS, Remote
 from hosts import Host, Hosts
 from safetensors.torch import load_file
 
-from weightsync import WeightSync, WeightSyncError
+from weightsync import MegatronBackend, WeightSync, WeightSyncError
 from weightsync.fleet import connect
 from weightsync.net.addresses import PORTS
 from weightsync.net.authentication import KEY
@@ -44,15 +44,15 @@ def join(host: Host, rank: int, backend: str, engines: list[str]) -> None:
     os.environ |= {"MASTER_ADDR": "A", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
     config = tiny_models.CONFIGS[MODEL]()
-    options: dict[str, Any] = {}
+    holder: Any = backend
     if backend == "megatron":
         host.model = megatron_models.build(config, megatron_models.Mesh(tp=2), torch.bfloat16, padding=5)
-        options = {"vocab_size": config.vocab_size}
+        holder = MegatronBackend(vocab_size=config.vocab_size)
     elif backend == "deepspeed":
         host.model = zero.initialize(tiny_models.build(MODEL, "A"), zero.config(3))
     else:
         host.model = tiny_models.shard(tiny_models.build(MODEL, "A"))
-    host.kept.append(WeightSync(backend, "broadcast", engines, timeout_s=TIMEOUT_S, **options))
+    host.kept.append(WeightSync(holder, "broadcast", engines, timeout_s=TIMEOUT_S))
 
 
 def push(host: Host, backend: str, checkpoint: Path) -> str:
