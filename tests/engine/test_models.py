@@ -339,7 +339,7 @@ Equal on H200s too, with vLLM 0.26 and, but for the drafters, CUDA graphs:
 - GPT-OSS in [MXFP4](../use/quantized.md#which-engines), as its own checkpoints are, also at the widths of the published
   20 B with one worker and two (`tests/gpu/test_mxfp4.py`). FlashInfer takes attention sinks on Blackwell alone.
 - The drafters of MiMo (`mtp`) and of a Llama (`eagle`, `eagle3`) with two workers: answers and drafts
-  (`tests/gpu/test_drafters.py`).
+  (`tests/gpu/test_drafters_of_two_workers.py`).
 - Gemma 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures in the prompts, also on an H100
   (`tests/gpu/test_pictures.py`). LLaVA, LLaVA-OneVision and Mistral 3 do not start there: transformers 5.17 lacks a
   class that vLLM 0.26 imports.
