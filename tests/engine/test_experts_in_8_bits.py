@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from unittest import mock
 
@@ -103,6 +104,21 @@ def push(engines: Engines, weights: str) -> dict[str, int]:
     return engines.sync.push(engines.model).load_paths
 
 
+def check(engines: Remote, backend: str, start_from: Callable[[Engines, str, str], None], kind: str) -> None:
+    """Push "B" to an engine that was started from "A". Its tensors are then those of one started from "B"."""
+    engines.call(keep_experts_for, backend)
+    engines.call(start_from, "B", kind, timeout_s=240)
+    engines.call(note_state)
+    engines.call(start_from, "A", kind, timeout_s=240)
+    assert any("w13_weight_scale" in name for name in engines.call(changed_state))
+    for transport, max_bytes in [("ipc", None), ("broadcast", 1 << 15)]:
+        engines.call(connect, transport, max_bytes)
+        for weights in "AB":
+            assert engines.call(push, weights)["fused_quantize"] == LAYERS
+        assert engines.call(changed_state) == []
+    engines.call(stop_patch)
+
+
 @pytest.mark.parametrize(
     ("quantization", "backend"),
     [
@@ -114,17 +130,7 @@ def push(engines: Engines, weights: str) -> dict[str, int]:
     ],
 )
 def test_experts_are_quantised_on_their_way(engines: Remote, quantization: str, backend: str):
-    engines.call(keep_experts_for, backend)
-    engines.call(start, "B", quantization, timeout_s=240)
-    engines.call(note_state)
-    engines.call(start, "A", quantization, timeout_s=240)
-    assert any("w13_weight_scale" in name for name in engines.call(changed_state))
-    for transport, max_bytes in [("ipc", None), ("broadcast", 1 << 15)]:
-        engines.call(connect, transport, max_bytes)
-        for weights in "AB":
-            assert engines.call(push, weights)["fused_quantize"] == LAYERS
-        assert engines.call(changed_state) == []
-    engines.call(stop_patch)
+    check(engines, backend, start, quantization)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +142,4 @@ def test_experts_are_quantised_on_their_way(engines: Remote, quantization: str, 
     ],
 )
 def test_experts_of_a_checkpoint_are_quantised_on_their_way(engines: Remote, scheme: str, backend: str):
-    engines.call(keep_experts_for, backend)
-    engines.call(start_checkpoint, "B", scheme, timeout_s=240)
-    engines.call(note_state)
-    engines.call(start_checkpoint, "A", scheme, timeout_s=240)
-    assert any("w13_weight_scale" in name for name in engines.call(changed_state))
-    for transport, max_bytes in [("ipc", None), ("broadcast", 1 << 15)]:
-        engines.call(connect, transport, max_bytes)
-        for weights in "AB":
-            assert engines.call(push, weights)["fused_quantize"] == LAYERS
-        assert engines.call(changed_state) == []
-    engines.call(stop_patch)
+    check(engines, backend, start_checkpoint, scheme)

@@ -155,15 +155,19 @@ def test_experts_quantised_on_the_way_are_as_cold(form: Form | BlockForm, arrang
     assert host.live.experts.kernel is kernel
 
 
-@EVERY
-@pytest.mark.parametrize("arrange", [one_value_lost, interleaved], ids=lambda a: a.__name__)
-def test_experts_made_in_any_other_way_are_reloaded(form: Form | BlockForm, arrange: Arrange):
-    process = functools.partial(quantise, form, arrange)
+def check_reload(process: Callable[[nn.Module], None]) -> None:
+    """Experts that `process` makes are reloaded, and right."""
     host = ModuleHost(Layer, checkpoint(0), process)
     trainer = MemoryTrainer(host, tensors=checkpoint(1))
     assert trainer.load_paths == {RELOAD: 1, IN_PLACE: 1}
     trainer.push()
     assert_same_model(host.live, ModuleHost(Layer, checkpoint(1), process).live)
+
+
+@EVERY
+@pytest.mark.parametrize("arrange", [one_value_lost, interleaved], ids=lambda a: a.__name__)
+def test_experts_made_in_any_other_way_are_reloaded(form: Form | BlockForm, arrange: Arrange):
+    check_reload(functools.partial(quantise, form, arrange))
 
 
 @EVERY
@@ -185,12 +189,7 @@ def test_a_form_that_is_not_the_kernels_is_found_out(form: Form | BlockForm, mon
 
 def test_a_shortcut_that_writes_elsewhere_is_found_by_the_experiment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fused_quantize.Recipe, "placed", lambda recipe, piece: [piece])
-    process = functools.partial(quantise, fp8_per_channel, up_before_gate)
-    host = ModuleHost(Layer, checkpoint(0), process)
-    trainer = MemoryTrainer(host, tensors=checkpoint(1))
-    assert trainer.load_paths == {RELOAD: 1, IN_PLACE: 1}
-    trainer.push()
-    assert_same_model(host.live, ModuleHost(Layer, checkpoint(1), process).live)
+    check_reload(functools.partial(quantise, fp8_per_channel, up_before_gate))
 
 
 @EVERY
