@@ -96,6 +96,10 @@ def main() -> None:
     os.dup2(2, 1)  # prints of other code go to the log
     logging.basicConfig(level=logging.INFO)
     run(json.loads(sys.argv[1]), Console(file=shown))
+    shown.flush()
+    sys.stderr.flush()
+    # Threads of torch's process group may abort a process in which Python shuts down.
+    os._exit(0)
 
 
 if __name__ == "__main__":
