@@ -43,7 +43,7 @@ def test_demo_proves_pushed_equal_to_cold():
 
 
 def run(tmp_path, *options: str, environment: dict[str, str]):
-    arguments = ["--gpus", "0", "--no-peers", "--json", "out.json", "--num-iters", "2", *options]
+    arguments = ["--gpus", "0", "--way", "weightsync", "--json", "out.json", "--num-iters", "2", *options]
     done = weightsync("bench", *arguments, timeout_s=560, cwd=tmp_path, environment=environment)
     return done, json.loads((tmp_path / "out.json").read_text())
 

@@ -330,7 +330,7 @@ GPT-OSS, Mixtral, OLMoE and Qwen3-MoE, whose routers and sinks have state of the
 models. None answered otherwise. vLLM 0.26 did not start in that run for the other 13: BLOOM, Gemma 3n, Gemma 4, GLM-4
 MoE Lite, Hunyuan, Hunyuan MoE, Mellum, MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 and Qwen3.5 MoE.
 
-    weightsync bench --families benchmarks/families.json --no-peers --num-iters 1 --jobs 11 --client extension
+    weightsync bench --families benchmarks/families.json --way weightsync --num-iters 1 --jobs 11 --client extension
 
 Equal on H200s too, with vLLM 0.26 and, but for the drafters, CUDA graphs:
 

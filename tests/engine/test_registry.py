@@ -382,7 +382,7 @@ EQUAL = f"""## Equal answers
 [Families](families.md) has what the tests push to. `benchmarks/families.json` has a small model of each
 architecture for text with a complete plan, and real engines run it:
 
-    weightsync bench --families benchmarks/families.json --gpus 0 --client extension --no-peers --num-iters 1
+    weightsync bench --families benchmarks/families.json --gpus 0 --client extension --way weightsync --num-iters 1
 
 An engine is started cold from A and gets A, B, what a training step made of B, and A again. It is *equal* where it then
 gave the same tokens and log-probabilities as when it was cold, to the bit. vLLM *does not run* what fails in the same

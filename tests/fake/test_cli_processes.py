@@ -304,7 +304,7 @@ def test_a_benchmark_that_is_interrupted_ends_its_processes_and_begins_no_other_
     axes |= {"transport": ["ipc"], "bucketer": ["module"], "quantization": ["none"], "engines": [1, 2, 3]}
     axes |= {"data_parallel_size": [1], "expert_parallel": [False], "load_format": ["auto"]}
     options = Namespace(
-        **axes, client=["http"], peers=False, jobs=1, cuda_graphs=None, trainer_on_cpu=False, max_bytes=None,
+        **axes, client=["http"], way=["weightsync"], jobs=1, cuda_graphs=None, trainer_on_cpu=False, max_bytes=None,
         num_iters_warmup=0, num_iters=1,
     )  # fmt: skip
 

@@ -12,8 +12,9 @@ import pytest
 
 def check(tmp_path: Path, *options: str) -> None:
     out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "weightsync", "bench", "--no-peers", "--num-iters", "2", "--client", "llm"]
-    done = subprocess.run([*command, "--json", str(out), *options], capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "weightsync", "bench", "--num-iters", "2", "--client", "llm"]
+    command += ["--way", "weightsync", "--json", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(out.read_text())
     assert found["answers"] == 0

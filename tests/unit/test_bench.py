@@ -21,6 +21,7 @@ from weightsync.tools.bench.cases import (
     MEMCPY,
     PEER_COPY,
     PEERS,
+    WAYS,
     Case,
     Layout,
     expand,
@@ -56,8 +57,7 @@ def peer(way, **fields) -> Case:
 
 
 def axes(**more) -> Namespace:
-    one = {name: [value] for name, value in vars(CASE).items() if name != "way"}
-    return Namespace(**{**one, "peers": False, **more})
+    return Namespace(**{**{name: [value] for name, value in vars(CASE).items()}, **more})
 
 
 # Counted by their authors (model cards, the papers' tables); 8B also by what a push of it has moved.
@@ -103,7 +103,7 @@ def test_a_step_changes_weights_where_they_lie_and_keeps_them_numbers(tmp_path):
 
 
 def test_every_combination_once_and_peers_with_their_own_clients():
-    cases = expand(axes(transport=["ipc", "broadcast"], ranks=[1, 2], tp=[1, 2], client=CLIENTS, peers=True))
+    cases = expand(axes(transport=["ipc", "broadcast"], ranks=[1, 2], tp=[1, 2], client=CLIENTS, way=WAYS))
     ours = [c for c in cases if c.way == "weightsync"]
     theirs = [c for c in cases if c.way in PEERS]
     assert len(ours) == len(set(ours)) == 2 * 2 * 2 * 3
@@ -123,6 +123,7 @@ def test_every_combination_once_and_peers_with_their_own_clients():
         (peer("vllm ipc", tp=2), 8, "vllm ipc needs a rank on each worker's GPU"),
         (peer("vllm ipc packed", ranks=2, engines=2, backend="fsdp"), 8, "one at a time"),
         (peer(FILES, quantization="fp8"), 0, "into unquantised engines"),
+        (peer(FILES, load_format="dummy"), 0, "vllm reload wants an engine that read a checkpoint at its start"),
         (peer(FILES, backend="deepspeed"), 0, "from a plain module or FSDP2"),
         (case(ranks=2), 0, "a plain module has one rank"),
         (case(backend="megatron", shape="0.5B"), 0, "dense Qwen3 shapes"),
@@ -192,7 +193,11 @@ def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
         (case(transport="broadcast", tp=2), 0, 0.2, BROADCAST),
         (case(transport="checkpoint"), 0, 1.0, "file write"),
         (case(), 1, 0.001, DEVICE_COPY),
-        (case(ranks=2, tp=2), 2, 2.5e-3, PEER_COPY),  # half of what a worker reads lies on its own GPU
+        (case(ranks=2, tp=2), 2, 5e-4, DEVICE_COPY),  # a rank holds as much as the worker on its GPU needs
+        (case(ranks=4, tp=2), 4, 2.5e-3, PEER_COPY),  # a quarter of the model lies on each GPU
+        (case(tp=2), 2, 5e-3, PEER_COPY),  # the second GPU has no rank
+        (case(ranks=2, data_parallel_size=2), 2, 5e-3, PEER_COPY),
+        (case(ranks=2, data_parallel_size=1, engines=2), 2, 5e-3, PEER_COPY),
         (case(data_parallel_size=2), 0, 0.1, MEMCPY),
         (case(data_parallel_size=2), 2, 0.01, PEER_COPY),
         (moe(data_parallel_size=2), 2, 0.005, PEER_COPY),  # at least, if all were experts
@@ -224,18 +229,20 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(capsys):
 
 
 def test_a_dry_run_may_assume_gpus(capsys):
-    arguments = ["bench", "--dry-run", "--gpus", "4", "--shape", "70B", "--ranks", "4", "--tp", "4", "--no-peers"]
-    assert cli.main([*arguments, "--backend", "fsdp"]) == 0
-    # A worker reads 35 GB: a quarter from its own GPU, the rest over the link.
-    assert "peer copy at 397 GB/s 66.6 ms" in " ".join(capsys.readouterr().out.split())
+    arguments = ["bench", "--dry-run", "--gpus", "4", "--shape", "70B", "--ranks", "4", "--tp", "4", "2"]
+    assert cli.main([*arguments, "--backend", "fsdp", "--way", "weightsync"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    # A worker of four needs 35 GB, as many as its GPU's rank holds. A worker of two gets 35 GB more over the link.
+    assert "device copy at 2140 GB/s 16.5 ms" in printed
+    assert "peer copy at 397 GB/s 88.9 ms" in printed
     assert cli.main(["bench", "--gpus", "4096"]) == 2
 
 
 def test_a_dry_run_shows_parallel_engines_and_cut_models(capsys, monkeypatch):
     monkeypatch.setitem(SHAPES, "DeepSeek-V3-4-layers", {})  # removed at the end
     arguments = ["bench", "--dry-run", "--gpus", "8", "--shape", "DeepSeek-V3", "--layers", "4", "--tp", "2"]
-    arguments += ["--data-parallel-size", "2", "--enable-expert-parallel", "--load-format", "dummy", "--no-peers"]
-    assert cli.main(arguments) == 0
+    arguments += ["--data-parallel-size", "2", "--enable-expert-parallel", "--load-format", "dummy"]
+    assert cli.main([*arguments, "--way", "weightsync"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "DeepSeek-V3-4-layers bfloat16, plain x1" in printed
     assert "to 1 x TP=2 DP=2 EP from dummy weights by http (30.22 GB)" in printed

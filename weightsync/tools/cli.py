@@ -44,7 +44,17 @@ from weightsync import __version__
 from weightsync.config import read_bytes
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.tools.bench import __doc__ as bench_text
-from weightsync.tools.bench.cases import BACKENDS, BUCKETERS, CLIENTS, DTYPES, GRAPHS, LOAD_FORMATS, TRANSPORTS
+from weightsync.tools.bench.cases import (
+    BACKENDS,
+    BUCKETERS,
+    CLIENTS,
+    DTYPES,
+    GRAPHS,
+    LOAD_FORMATS,
+    PEERS,
+    TRANSPORTS,
+    WAYS,
+)
 from weightsync.tools.bench.shapes import SHAPES
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -163,6 +173,8 @@ def _add_bench(commands: Commands) -> None:
             text += f": {', '.join(more['choices'])}"
         matrix.add_argument(name, nargs="+", default=[default], help=f"{text}; default: {default}", **more)
 
+    text = f"weightsync, or peers that carry the same weights: {', '.join(map(repr, PEERS))}; default: all"
+    matrix.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, metavar="NAME", help=text)
     axis("--shape", "tiny", "the model's, without weights", choices=tuple(SHAPES))
     axis("--backend", "plain", "how the trainer holds it", choices=BACKENDS)
     axis("--ranks", 1, "trainer processes", type=int, metavar="N")
@@ -185,7 +197,6 @@ def _add_bench(commands: Commands) -> None:
     option("--families", metavar="FILE", type=Path, help=text)
     text = "cases at once, to see sooner whether answers are right; times then mean nothing; default: 1"
     option("--jobs", metavar="N", type=int, default=1, help=text)
-    option("--no-peers", dest="peers", action="store_false", help="leave out vLLM's own ways")
     option("--num-iters", metavar="N", type=int, default=5, help="timed pushes in each loop; default: 5")
     option("--num-iters-warmup", metavar="N", type=int, default=1, help="pushes before the timed ones; default: 1")
     option("--max-bytes", metavar="SIZE", type=_size, help="of a chunk, in bytes or as 64MiB, 1GB; default: as a push")

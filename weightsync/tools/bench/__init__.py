@@ -9,7 +9,7 @@ pushes without a break. The other pushes as users do: before each push it genera
     weightsync bench --shape 8B --client llm extension --quantization none fp8_per_channel
         An LLM in the trainer's process, on one GPU, with CUDA graphs.
 
-    weightsync bench --families benchmarks/families.json --no-peers --jobs 8
+    weightsync bench --families benchmarks/families.json --way weightsync --jobs 8
         Whether tiny models of many families answer right, not how long they take.
 
     weightsync bench --shape 70B --backend fsdp --ranks 8 --tp 1 2 4 --gpus 8 --dry-run

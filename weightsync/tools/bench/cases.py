@@ -30,6 +30,7 @@ NATIVE = {
 """Ways of vLLM's own transfer engines: the backend's name, and whether tensors are packed into buffers."""
 PEERS = {FILES: (HTTP, LLM), **dict.fromkeys(NATIVE, (LLM,))}
 """Other ways to bring the same weights into the same engine, each with its clients."""
+WAYS = (WEIGHTSYNC, *PEERS)
 
 MEMCPY, FILE_WRITE, DEVICE_COPY, PEER_COPY, BROADCAST = "memcpy", "file write", "device copy", "peer copy", "broadcast"
 ASSUMED = {MEMCPY: 20.0, FILE_WRITE: 1.5, DEVICE_COPY: 2140.0, PEER_COPY: 397.0, BROADCAST: 369.0}
@@ -110,8 +111,8 @@ def expand(options: Namespace) -> list[Case]:
     for name in ("ranks", "engines", "tp", "data_parallel_size"):
         if wrong := [number for number in getattr(options, name) if number < 1]:
             raise ConfigError(f"--{name.replace('_', '-')} {wrong[0]}: expected a number, at least 1")
-    ways = [(WEIGHTSYNC, transport, bucketer) for transport, bucketer in product(options.transport, options.bucketer)]
-    ways += [(peer, "", "") for peer in PEERS if options.peers]
+    own = [(WEIGHTSYNC, transport, bucketer) for transport, bucketer in product(options.transport, options.bucketer)]
+    ways = [choice for way in options.way for choice in (own if way == WEIGHTSYNC else [(way, "", "")])]
     axes = [field.name for field in fields(Case) if field.name not in ("way", "transport", "bucketer")]
     found = []
     for values in product(ways, *(getattr(options, axis) for axis in axes)):
@@ -156,6 +157,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
         "vLLM's nccl engine sends from one rank": on_gpus and case.apart and case.ranks > 1,
         f"{case.way} needs a rank on each worker's GPU": beside and case.ranks != case.receivers,
         f"{case.way} is measured into unquantised engines": case.way == FILES and case.quantization != "none",
+        f"{case.way} wants an engine that read a checkpoint at its start": case.way == FILES and not case.starts_cold,
         "Megatron models are of dense Qwen3 shapes": case.backend == "megatron" and config["model_type"] != "qwen3",
         f"{case.ranks} ranks cannot share {kv_heads} heads": case.backend == "megatron" and kv_heads % case.ranks,
         f"{case.tp} workers cannot share {heads} attention heads": heads % case.tp,
@@ -176,16 +178,18 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
 
 
 def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tuple[float, str]:
-    """Return the least seconds for `nbytes`, and the name of the limit. `limits` has GB/s by name."""
+    """Return the least seconds for `nbytes`, and the name of the limit. `limits` has GB/s by name.
+
+    Each worker copies its bytes into its GPU. Of these, the ranks' shards on that GPU cross no link.
+    """
     if case.transport == "checkpoint" or case.way == FILES:
-        limit, passed = FILE_WRITE, float(nbytes)
+        passed = {FILE_WRITE: float(nbytes)}
     elif case.apart:
-        limit, passed = BROADCAST, float(nbytes)
+        passed = {BROADCAST: float(nbytes)}
     elif gpus == 0:
-        limit, passed = MEMCPY, float(case.engines * case.replicas * nbytes)
-    elif case.ranks == 1 and case.receivers == 1:
-        limit, passed = DEVICE_COPY, float(nbytes)
-    else:  # the slowest worker reads its bytes on other GPUs over the link
-        near = 1 / case.ranks if case.receivers <= case.ranks else 0.0
-        limit, passed = PEER_COPY, nbytes * case.replicas / case.engine_workers * (1 - near)
-    return passed / (limits[limit] * 1e9), limit
+        passed = {MEMCPY: float(case.engines * case.replicas * nbytes)}
+    else:
+        needed = nbytes * case.replicas / case.engine_workers
+        near = nbytes / case.ranks if case.receivers <= case.ranks else 0.0
+        passed = {DEVICE_COPY: needed} | ({PEER_COPY: needed - near} if needed > near else {})
+    return max((size / (limits[limit] * 1e9), limit) for limit, size in passed.items())
