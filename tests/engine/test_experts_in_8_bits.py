@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 
 LAYERS = 2
 METHODS = ["Fp8PtpcOnlineMoEMethod", "Fp8PerTensorOnlineMoEMethod", "Fp8PerBlockOnlineMoEMethod(block)"]
-METHODS += ["Fp8MoEMethod(block)", "CompressedTensorsW8A8Fp8MoEMethod"]
+METHODS += ["Fp8MoEMethod(block)", "CompressedTensorsW8A8Fp8MoEMethod(8 bit, channel)"]
 
 
 def scaled_fp8_quant(

@@ -286,7 +286,7 @@ ROWS = {
     ),
     "a compressed-tensors checkpoint FP8-dynamic, scales per channel": (
         "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)",
-        "",
+        "CompressedTensorsW8A8Fp8MoEMethod(8 bit, channel)",
     ),
     "a compressed-tensors checkpoint W8A8-int8, scales per channel": (
         "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)",

@@ -13,7 +13,6 @@ pytest_plugins = ["engine_fixtures"]
 pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
 
 MODEL, LAYERS = "qwen3-moe-blocks", 2
-COMPRESSED = "CompressedTensorsW8A8Fp8MoEMethod"
 
 
 def start(engines: Engines, weights: str, quantization: str, **options: object) -> None:
@@ -30,9 +29,6 @@ def serve_and_push(
     engines: Engines, quantization: str, transport: str, pushes: str
 ) -> tuple[dict[str, Answer], list[Answer], dict[str, int]]:
     """Return what cold engines answer, what one answers after each push, and the load paths."""
-    from weightsync.vllm import supported_quant
-
-    supported_quant.PROVEN.setdefault(COMPRESSED, ("cuda",))
     cold = {}
     for weights in "AB":
         start(engines, weights, quantization)

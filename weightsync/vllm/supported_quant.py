@@ -32,6 +32,7 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # checkpoints of llm-compressor: FP8-dynamic and W8A8-int8
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
+    "CompressedTensorsW8A8Fp8MoEMethod(8 bit, channel)": ("cuda",),
     # and W8A16, with Machete's kernels and with Marlin's
     "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, channel)": ("cuda",),
     "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, group)": ("cuda",),
@@ -77,18 +78,21 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
 def kind_of(module: nn.Module) -> str:
     """Return a key of `PROVEN`.
 
-    It is "method", "method(block)" for scales of blocks, or "method/scheme(granularity of its scales)" for a layer with
-    a scheme. The brackets also have the traits that change the packing of a scheme: its bits, "asymmetric", and "g_idx"
-    for reordered columns.
+    It is "method", "method(block)" for scales of blocks, "method(traits)" for experts of compressed-tensors, or
+    "method/scheme(traits)" for a layer with a scheme. The traits are the granularity of scales, the number of
+    bits, "asymmetric", and "g_idx" for reordered columns.
     """
     method = compat.quant_method(module)
     kind = type(method).__name__
     scheme = getattr(module, "scheme", None)
-    if scheme is None:
-        return f"{kind}(block)" if getattr(method, "weight_block_size", None) else kind
-    strategy = getattr(scheme, "strategy", "")
-    traits = [f"{scheme.num_bits} bit"] if hasattr(scheme, "num_bits") else []
+    if scheme is None and getattr(method, "weight_block_size", None):
+        return f"{kind}(block)"
+    layout = scheme or getattr(method, "weight_quant", None)
+    if layout is None:
+        return kind
+    strategy = getattr(layout, "strategy", "")
+    traits = [f"{layout.num_bits} bit"] if hasattr(layout, "num_bits") else []
     traits.append(getattr(strategy, "value", strategy))
-    traits += ["asymmetric"] * (getattr(scheme, "symmetric", True) is False)
-    traits += ["g_idx"] * bool(getattr(scheme, "has_g_idx", False))
-    return f"{kind}/{type(scheme).__name__}({', '.join(traits)})"
+    traits += ["asymmetric"] * (getattr(layout, "symmetric", True) is False)
+    traits += ["g_idx"] * bool(getattr(layout, "has_g_idx", False))
+    return f"{f'{kind}/{type(scheme).__name__}' if scheme else kind}({', '.join(traits)})"
