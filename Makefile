@@ -143,14 +143,16 @@ clean: ## Remove what builds and tools left behind; .venv stays.
 # it takes the build for CUDA with several GB of packages, so on a machine without a GPU set PIP_EXTRA_INDEX_URL to
 # PyTorch's index for CPUs. The rest goes without dependencies: see the lock file. torchvision goes to a folder that only
 # tests with pictures look into: without what tests/support/torchvision_python does, it keeps transformers from loading.
+# torchao and bitsandbytes go to another one: PEFT imports both where it finds them, which takes a second.
 $(VENV)/.installed: $(LOCK) setup.py
 	@$(PYTHON) --version 2>&1 | grep -qF "Python $(PYTHON_VERSION)." || { echo "$(LOCK) is for Python $(PYTHON_VERSION), and" \
 	    "$(PYTHON) is not: name one with PYTHON=..., or an interpreter that has torch and vLLM with PY=..." >&2; exit 1; }
 	@echo "Installing $(LOCK) into $(VENV), once. This takes 2 to 10 minutes ..."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) "$$(grep '^torch==' $(LOCK))"
-	@grep -vE '^(deepspeed|torchvision)==' $(LOCK) | $(PIP) --no-deps --requirement /dev/stdin
+	@grep -vE '^(bitsandbytes|deepspeed|torchao|torchvision)==' $(LOCK) | $(PIP) --no-deps --requirement /dev/stdin
 	@grep '^torchvision==' $(LOCK) | xargs -r $(PIP) --no-deps --upgrade --target $(VENV)/torchvision
+	@grep -E '^(bitsandbytes|torchao)==' $(LOCK) | xargs -r $(PIP) --no-deps --upgrade --target $(VENV)/quantizers
 	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation "$$(grep '^deepspeed==' $(LOCK))"
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -90,7 +90,7 @@ class FsdpSource(ModuleSource):
     def whole(self, tensors: Sequence[torch.Tensor], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
         if any(isinstance(each, DTensor) for each in tensors):
             barrier()
-        return {each: each.full_tensor() if isinstance(each, DTensor) else each.detach() for each in tensors}
+        return {each: readable(each.full_tensor() if isinstance(each, DTensor) else each) for each in tensors}
 
 
 # --- FSDP2: DTensors

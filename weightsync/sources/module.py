@@ -25,6 +25,7 @@ from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapter_of
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
+from weightsync.sources.wrapped_tensors import inner_tensor
 
 ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
 
@@ -262,7 +263,9 @@ def fingerprint(
 
 
 def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return the tensors if all are plain memory, else None."""
+    """Return the memory of the tensors if all are plain, or wrappers around plain ones. Else return None."""
+    if not {*map(type, tensors)} <= {nn.Parameter, torch.Tensor}:
+        tensors = list(map(inner_tensor, tensors))
     memory = {*map(type, tensors)} <= {nn.Parameter, torch.Tensor} and {*map(_LAYOUT, tensors)} <= {torch.strided}
     return tensors if memory else None
 
@@ -309,11 +312,14 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, detached. Raise `UnsupportedError` if it is not plain memory with values."""
     if is_lazy(tensor):
         raise UnsupportedError("it is not initialised yet; run a forward first")
-    values = tensor.detach()
+    values = inner_tensor(tensor).detach()
     if isinstance(values, DTensor):
         raise UnsupportedError('it is a DTensor, as `fully_shard` makes them; backend="fsdp" reads these')
     if is_traceable_wrapper_subclass(values):
-        raise UnsupportedError(f"{type(values).__name__} has no memory of its own; push the wrapped tensors")
+        raise UnsupportedError(
+            f"it is a {type(values).__name__}, a tensor subclass around others; push its dequantised values, with "
+            'backend="stream"'
+        )
     if values.layout != torch.strided:
         raise UnsupportedError(f"its layout is {values.layout}, expected torch.strided")
     if values.is_neg():

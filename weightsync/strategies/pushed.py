@@ -23,6 +23,7 @@ from weightsync.kernels.runs import Run, join_runs
 from weightsync.net.runtime import submit
 from weightsync.sources.base import Model, Reading
 from weightsync.sources.module_tree import modules
+from weightsync.sources.wrapped_tensors import inner_tensor
 from weightsync.transports.proof import MemoryFingerprint
 
 
@@ -149,6 +150,7 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
         found += [buffer for name, buffer in module._buffers.items() if name not in hidden]
     # A DTensor has its shard in `_local_tensor`, and a parameter of ZeRO-3 its partition in `ds_tensor`.
     parts = [getattr(each, "_local_tensor", getattr(each, "ds_tensor", each)) for each in found if each is not None]
+    parts = list(map(inner_tensor, parts))
     plain = [part for part in parts if not is_traceable_wrapper_subclass(part) and part.layout == torch.strided]
     return [part for part in plain if not part.is_meta]
 
