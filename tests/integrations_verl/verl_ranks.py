@@ -20,8 +20,10 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.import_utils import import_external_libs
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from weightsync.integrations.verl_trainer import ShardsWorker
 from weightsync.integrations.verl_worker import WorkerExtension
@@ -33,9 +35,10 @@ MODEL = "qwen3"
 class Policy(Worker):
     """What verl's `ActorRolloutRefWorker` is to a checkpoint engine, around a model under FSDP2."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, rollout: RolloutConfig) -> None:
         Worker.__init__(self)
         torch.distributed.init_process_group("gloo")
+        config = rollout.checkpoint_engine
         import_external_libs(config.custom_backend_module)
         self.model = tiny_models.shard(tiny_models.build(MODEL, "A"))
         self.checkpoint_engine = CheckpointEngineRegistry.new(
@@ -62,21 +65,24 @@ class Policy(Worker):
 class Shards(ShardsWorker):
     """A `Policy` that is weightsync's worker, in a process where no tensor can be gathered."""
 
-    def __init__(self, config: Any) -> None:
-        Policy.__init__(self, config)
-        self.actor = SimpleNamespace(engine=SimpleNamespace(module=self.model, eval_mode=nullcontext))
-        self.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"))
+    def __init__(self, rollout: RolloutConfig) -> None:
+        Policy.__init__(self, rollout)
+        engine = SimpleNamespace(module=self.model, eval_mode=nullcontext, is_param_offload_enabled=False)
+        self.actor = SimpleNamespace(engine=engine)
+        self.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"), rollout=rollout)
+        self.rollout = ServerAdapter(rollout, HFModelConfig(path=rollout.custom["model"]), device_mesh=None)
         del DTensor.full_tensor
 
     fill = Policy.fill
 
 
 class Replica(vLLMReplica):
-    """verl's replica of vLLM, whose processes have no GPU."""
+    """verl's replica of vLLM, whose processes have no GPU. Its workers are those of `init_hybrid`, or its own."""
 
     async def launch_servers(self) -> None:
-        self.rollout_mode = RolloutMode.STANDALONE
-        self.workers = group(self.get_ray_class_with_init_args(), 1).workers
+        if self.rollout_mode is None:
+            self.rollout_mode = RolloutMode.STANDALONE
+            self.workers = group(self.get_ray_class_with_init_args(), 1).workers
         server = self.server_class.options(name=f"vllm_server_{self.replica_rank}_0", max_concurrency=100).remote(
             config=self.config,
             model_config=self.model_config,
@@ -84,7 +90,7 @@ class Replica(vLLMReplica):
             workers=self.workers,
             replica_rank=self.replica_rank,
             node_rank=0,
-            gpus_per_node=1,
+            gpus_per_node=self.world_size,
             nnodes=1,
             cuda_visible_devices="",
         )
@@ -95,8 +101,9 @@ class Replica(vLLMReplica):
 class StandIn:
     """What verl calls of its server, and what weightsync does, around the real receiver and without vLLM."""
 
-    def __init__(self, replica: int, workers: list[Any], first_rank: int = 0) -> None:
+    def __init__(self, replica: int, workers: list[Any], first_rank: int = 0, lora_as_adapter: bool = False) -> None:
         self.llm, self.workers, self.node_rank = hybrid_workers.LLM(), workers, 0
+        self.lora_as_adapter = lora_as_adapter
         job = ray.get_runtime_context().get_job_id()
         self.worker = SimpleNamespace(
             _get_zmq_handle=lambda: f"ipc:///tmp/rl-colocate-zmq-{job}-replica-{replica}-rank-{first_rank}.sock",
@@ -117,6 +124,9 @@ class StandIn:
     async def set_global_steps(self, steps: int) -> None:
         self.calls.append(steps)
 
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls += tags
+
     async def wait_for_requests_to_drain(self) -> None: ...
     async def release_kv_cache(self) -> None: ...
     async def resume_kv_cache(self) -> None: ...
@@ -135,13 +145,32 @@ class TinyPolicy(Policy):
         self.model = fake_engine.module_of(fake_engine.checkpoint(weights))
 
 
+class TinyOffloaded(Shards):
+    """A `Shards` with the model of `StandIn`, and gathered tensors that need verl's `param_offload`."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fill(self, weights: int) -> None:
+        module = fake_engine.module_of(fake_engine.checkpoint(weights))
+        self.config.actor.strategy, self.moved = "megatron", []
+        self.actor.engine = SimpleNamespace(
+            module=[module],
+            is_param_offload_enabled=True,
+            get_per_tensor_param=lambda: (iter(module.state_dict().items()), None),
+            to=lambda device, **parts: self.moved.append((device, parts)),
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def moves(self) -> list[Any]:
+        return self.moved
+
+
 def group(made: RayClassWithInitArgs, size: int) -> RayWorkerGroup:
     pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
     return RayWorkerGroup(pool, made, device_name="cpu", use_gpu=False)
 
 
-def policy(kind: type[Worker], config: Any) -> RayWorkerGroup:
-    return group(RayClassWithInitArgs(ray.remote(kind), config=config), 2)
+def policy(kind: type[Worker], rollout: RolloutConfig) -> RayWorkerGroup:
+    return group(RayClassWithInitArgs(ray.remote(kind), rollout=rollout), 2)
 
 
 async def ask(server: Any) -> Answers:

@@ -6,17 +6,21 @@
 
 verl gives every trainer rank a generator of gathered tensors for each update, and pauses each vLLM meanwhile. Its
 `CheckpointEngineManager` asks only the workers of its own replicas to prepare for the update. A trainer finds the
-replicas from these workers: each server knows its workers, for any name of its actor.
+replicas from these workers: each server knows its workers, for any name of its actor. The workers of replicas on the
+trainer's GPUs are the trainer's ranks themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import ray
 import torch
+from torch import nn
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from weightsync.config import BackendName
@@ -28,6 +32,23 @@ _SERVER = "server_"
 """Part of the name of every server's actor in verl: "vllm_server_0_0", "vllm_server_decode_0_1"."""
 _ANSWER_S = 30.0
 """Seconds for a server to answer with its workers."""
+
+Weights: TypeAlias = "Iterator[tuple[str, torch.Tensor]] | nn.Module"
+"""The tensors of an update, gathered by verl, or the model itself."""
+
+
+class _Replica(NamedTuple):
+    """The answer of a server of verl's.
+
+    Attributes:
+        workers: The actor ids of its workers.
+        has_engine: Whether it has an `AsyncLLM`. A replica's servers on further nodes have none.
+        adapter_apart: Whether verl expects an adapter beside the base (`lora.merge=false`).
+    """
+
+    workers: list[str]
+    has_engine: bool
+    adapter_apart: bool
 
 
 @CheckpointEngineRegistry.register("weightsync")
@@ -50,8 +71,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
                 f"engine_kwargs.weightsync.transport={transport!r}; verl's trainers push, and its requests name no "
                 'adapter: choose "ipc" or "broadcast"'
             )
-        self._transport, self._options = transport, {"pause": "caller", **options}
+        self._transport, self._options = transport, options
         self._sync: WeightSync | None = None
+        self._own_sync: WeightSync | None = None  # to the replicas on the trainer's own GPUs
         self._workers: Sequence[str] | None = None
 
     def prepare(self) -> dict[str, Any]:
@@ -71,22 +93,34 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         self._workers = None
 
-    async def send_weights(
-        self, weights: Iterator[tuple[str, torch.Tensor]] | torch.nn.Module, global_steps: int | None = None
-    ) -> dict[str, Any]:
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
         """Push a model, or the tensors of `weights`, to the manager's replicas. Return metrics for verl's trackers.
 
-        verl gives an iterator, and `weightsync.integrations.verl_trainer` the model. Raises `ConfigError` if the
-        manager has not named its replicas.
+        verl gives an iterator, and `weightsync.integrations.verl_trainer` may give the model. Raises `ConfigError` if
+        the manager has not named its replicas.
         """
         if self._workers is None:
             raise ConfigError(
                 "verl's CheckpointEngineManager has not told this trainer of its replicas: call its `update_weights`"
             )
         if self._sync is None:
-            backend: BackendName = "fsdp" if isinstance(weights, torch.nn.Module) else "stream"
-            self._sync = WeightSync(backend, self._transport, self._replicas, **self._options)
+            is_stream = _is_stream(weights)
+            self._sync = self._open(is_stream, self._transport, "caller", partial(self._find_servers, is_stream))
         report = await self._sync.push_async(weights, label=global_steps)
+        return report.metrics()
+
+    async def send_weights_to_own(self, weights: Weights, global_steps: int | None, sleeps: bool) -> dict[str, Any]:
+        """Push to the replicas on the trainer's own GPUs. Collective: every trainer rank calls this.
+
+        The transport is "ipc", the only one within a GPU. `sleeps`: vLLM's memory for weights is awake, and for the KV
+        cache is asleep. vLLM generates nothing until both are awake.
+        """
+        if self._own_sync is None:
+            is_stream = _is_stream(weights)
+            ranks = await asyncio.to_thread(_gather_ranks, self.prepare()["worker"])
+            servers = partial(find_servers, ranks, is_stream)
+            self._own_sync = self._open(is_stream, "ipc", "caller" if sleeps else "keep", servers)
+        report = await self._own_sync.push_async(weights, label=global_steps)
         return report.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
@@ -94,46 +128,67 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         return
         yield
 
-    def _replicas(self) -> list[Any]:
-        """Return the actors of the manager's replicas."""
-        return find_servers(self._workers or ())
+    def _find_servers(self, as_stream: bool) -> list[Any]:
+        return find_servers(self._workers or (), as_stream)
+
+    def _open(self, is_stream: bool, transport: str, pause: str, servers: Callable[[], list[Any]]) -> WeightSync:
+        backend: BackendName = "stream" if is_stream else "fsdp"
+        return WeightSync(backend, transport, servers, **{"pause": pause, **self._options})
 
 
-def find_servers(workers: Sequence[str]) -> list[Any]:
+def _gather_ranks(worker: str) -> list[str]:
+    """Return the actor ids of all trainer ranks. Collective. verl's default group has gloo for CPU tensors."""
+    own = torch.frombuffer(bytearray.fromhex(worker), dtype=torch.uint8)
+    ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(ranks, own)
+    return [bytes(each.tolist()).hex() for each in ranks]
+
+
+def _is_stream(weights: Weights) -> bool:
+    return not isinstance(weights, nn.Module)
+
+
+def find_servers(workers: Sequence[str], as_stream: bool = False) -> list[Any]:
     """Return the servers with an `AsyncLLM` of the replicas with these workers: prefill and decode, each one.
 
-    Raises `EngineUnreachableError` if some worker's server is not found.
+    Raises `EngineUnreachableError` if some worker's server is not found. Raises `ConfigError` for servers of adapters
+    apart from the base if `as_stream`: verl's stream of tensors then has the base alone.
     """
     actors = {}
     for name in filter(lambda name: _SERVER in name, ray.util.list_named_actors()):
         with suppress(ValueError):  # it has died meanwhile
             actors[name] = ray.get_actor(name)
-    asked = {actor.__ray_call__.remote(_workers_of): name for name, actor in actors.items()}
+    asked = {actor.__ray_call__.remote(_describe): name for name, actor in actors.items()}
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S) if asked else ([], [])
     found, of = [], dict.fromkeys(workers, "")
     for ref in sorted(answered, key=asked.__getitem__):
-        own, is_first = _answer(ref)
-        if mine := [worker for worker in own if worker in of]:
+        replica = _answer(ref)
+        if mine := [worker for worker in replica.workers if worker in of]:
             of |= dict.fromkeys(mine, asked[ref])
-            found += [actors[asked[ref]]] if is_first else []
+            found += [actors[asked[ref]]] if replica.has_engine else []
+            if as_stream and replica.adapter_apart:
+                raise ConfigError(
+                    "verl gathers the base without its adapter, and the replicas would answer without it: set "
+                    "actor_rollout_ref.model.lora.merge=true"
+                )
     if without := [worker for worker, server in of.items() if not server]:
         raise EngineUnreachableError(
-            f"verl's manager has replicas of {len(workers)} workers, but no server was found of {first_few(without)}. "
+            f"verl has replicas of {len(workers)} workers, but no server was found of {first_few(without)}. "
             f"Answered within {_ANSWER_S:g} s: {first_few([asked[ref] for ref in answered]) or 'no server'}. Did not: "
             f"{first_few([asked[ref] for ref in silent]) or 'none'}"
         )
     return found
 
 
-def _workers_of(server: Any) -> tuple[list[str], bool]:
-    """Return a server's workers, and whether it has an `AsyncLLM`. A replica's servers on further nodes have none."""
-    return [worker._actor_id.hex() for worker in getattr(server, "workers", ())], getattr(server, "node_rank", 0) == 0
+def _describe(server: Any) -> _Replica:
+    workers = [worker._actor_id.hex() for worker in getattr(server, "workers", ())]
+    return _Replica(workers, getattr(server, "node_rank", 0) == 0, getattr(server, "lora_as_adapter", False))
 
 
-def _answer(ref: Any) -> tuple[list[str], bool]:
+def _answer(ref: Any) -> _Replica:
     """Return an actor's answer. An actor that has died or is no server of verl's has no workers."""
     try:
-        found: tuple[list[str], bool] = ray.get(ref)
+        found: _Replica = ray.get(ref)
     except ray.exceptions.RayError:
-        return [], False
+        return _Replica([], False, False)
     return found
