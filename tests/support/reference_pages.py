@@ -55,7 +55,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     "weightsync.hybrid": (),
     "weightsync.integrations.trl": ("PushCallback", "Transfer", "attach", "no_communicator"),
     "weightsync.integrations.verl": ("WeightSyncCheckpointEngine",),
-    "weightsync.integrations.verl_trainer": ("ColocateAsyncTrainer", "SeparateAsyncTrainer", "ShardsWorker", "SyncTrainer"),
+    "weightsync.integrations.verl_trainer": (
+        "ColocateAsyncTrainer",
+        "SeparateAsyncTrainer",
+        "ShardsWorker",
+        "SyncTrainer",
+    ),
     "weightsync.integrations.verl_worker": ("WorkerExtension",),
     "weightsync.vllm.extension": ("WeightSyncWorkerExtension",),
     "weightsync.vllm.rollout": ("RolloutEngine",),
