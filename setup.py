@@ -58,7 +58,7 @@ setup(
     package_data={"weightsync": ["py.typed"]},
     zip_safe=False,  # type checkers read py.typed from disk
     entry_points={
-        "console_scripts": ["weightsync = weightsync.tools.cli:main"],
+        "console_scripts": ["weightsync = weightsync.__main__:main"],
         # vLLM loads this group in its front end, its engine core and every worker, so the user installs nothing else.
         "vllm.general_plugins": ["weightsync = weightsync.vllm.plugin:register"],
     },

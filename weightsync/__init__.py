@@ -1,34 +1,33 @@
 """Move updated policy weights from an RL trainer into a running vLLM."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from weightsync.config import WeightSyncConfig
-from weightsync.errors import (
-    ConfigError,
-    DigestError,
-    EngineAsleepError,
-    EngineBusyError,
-    EngineError,
-    EngineUnreachableError,
-    FencedError,
-    FrozenLostError,
-    ManifestError,
-    NonFiniteError,
-    PeerError,
-    PlacementError,
-    ProtocolError,
-    SyncTimeoutError,
-    UnsupportedError,
-    WeightSyncError,
-)
-from weightsync.planning.bucketing import Bucket, Bucketer, ModuleBucketer, ParameterBucketer, ThresholdBucketer
-from weightsync.report import PushReport, WorkerReport
-from weightsync.selection import TensorSelection
-
+TYPE_CHECKING = False  # for type checkers alone: the import of `typing` takes time
 if TYPE_CHECKING:
+    from typing import Any
+
     from weightsync.checkpoint.save import save
+    from weightsync.config import WeightSyncConfig
     from weightsync.engines import LoraAdapter
+    from weightsync.errors import (
+        ConfigError,
+        DigestError,
+        EngineAsleepError,
+        EngineBusyError,
+        EngineError,
+        EngineUnreachableError,
+        FencedError,
+        FrozenLostError,
+        ManifestError,
+        NonFiniteError,
+        PeerError,
+        PlacementError,
+        ProtocolError,
+        SyncTimeoutError,
+        UnsupportedError,
+        WeightSyncError,
+    )
+    from weightsync.planning.bucketing import Bucket, Bucketer, ModuleBucketer, ParameterBucketer, ThresholdBucketer
+    from weightsync.report import PushReport, WorkerReport
+    from weightsync.selection import TensorSelection
     from weightsync.sources.megatron import MegatronBackend
     from weightsync.sources.stream import StreamBackend
     from weightsync.strategies.lora import LoraTransport
@@ -74,23 +73,32 @@ __all__ = [
     "save",
 ]
 
-# Names with an import of torch. It takes seconds, and the command line must answer `--help` without it.
-_LAZY = {
-    "CheckpointTransport": "weightsync.strategies.restart",
-    "LoraAdapter": "weightsync.engines",
-    "LoraTransport": "weightsync.strategies.lora",
-    "MegatronBackend": "weightsync.sources.megatron",
-    "SingleCopyTransport": "weightsync.strategies.shared_memory",
-    "StreamBackend": "weightsync.sources.stream",
-    "WeightSync": "weightsync.sync",
-    "save": "weightsync.checkpoint.save",
+# Each name is imported on its first use. The command line answers `--help` without torch, whose import takes seconds. It
+# catches a Ctrl-C before it imports anything, since the import of this package alone takes no time.
+_NAMES = {
+    "weightsync.checkpoint.save": ("save",),
+    "weightsync.config": ("WeightSyncConfig",),
+    "weightsync.engines": ("LoraAdapter",),
+    "weightsync.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "weightsync.planning.bucketing": tuple(name for name in __all__ if "Bucket" in name),
+    "weightsync.report": ("PushReport", "WorkerReport"),
+    "weightsync.selection": ("TensorSelection",),
+    "weightsync.sources.megatron": ("MegatronBackend",),
+    "weightsync.sources.stream": ("StreamBackend",),
+    "weightsync.strategies.lora": ("LoraTransport",),
+    "weightsync.strategies.restart": ("CheckpointTransport",),
+    "weightsync.strategies.shared_memory": ("SingleCopyTransport",),
+    "weightsync.sync": ("WeightSync",),
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import the module of a name of `_LAZY` on its first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     value = globals()[name] = getattr(import_module(_LAZY[name]), name)
     return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,23 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len=64", "--dtype=bfloat16")
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of words, "t0" to "t510"."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({**{f"t{i}": i for i in range(511)}, "<unk>": 511}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
-
-
 def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
-    folder = tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "model")
-    write_tokenizer(folder)
+    folder = tmp_path / "model"
+    example = runpy.run_path(str(ROOT / "examples/tiny_model.py"))
+    example["write_tiny_model"](str(folder))
     found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert found
     text = found[1]
-    for there, here in (("Qwen/Qwen3-0.6B", str(folder)), ('"cuda"', '"cpu"'), ("1, 2, 3,", "t1 t2 t3")):
+    for there, here in (("Qwen/Qwen3-0.6B", str(folder)), ('"cuda"', '"cpu"')):
         assert there in text
         text = text.replace(there, here)
     snippet = tmp_path / "snippet.py"
@@ -54,8 +46,7 @@ def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"^version 1: ", done.stdout, re.MULTILINE)
-    assert re.search(r"^ ?(t\d+ ?){2,}$", done.stdout, re.MULTILINE)
+    assert re.search(r"^version 1: .*\n.*\S", done.stdout, re.MULTILINE)
 
 
 def status(url: str) -> int:

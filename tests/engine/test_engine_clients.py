@@ -287,6 +287,7 @@ def complete(url: str, model: str, max_tokens: int) -> list[float]:
 def change_adapters_of_a_server(engine: HttpEngine, url: str, folder: Path) -> None:
     one, other = (save_adapter(folder, name, n) for n, name in enumerate(("one", "other"), start=1))
     (base,) = engine._adapters()
+    assert engine.max_lora_rank() == 8
     assert engine.adapters_in_use() == set()
     engine.load_adapter(one)
     assert complete(url, "one", 8) != complete(url, base, 8)

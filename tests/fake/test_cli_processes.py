@@ -74,7 +74,7 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_in_one_word():
     command = [
         sys.executable,
         "-c",
-        "import sys; from weightsync.tools.cli import main; print(flush=True); sys.exit(main())",
+        "import sys; from weightsync.__main__ import main; print(flush=True); sys.exit(main())",
     ]
     child = subprocess.Popen(
         [*command, "doctor", "--no-engine"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -424,6 +424,14 @@ def test_our_own_plug_in_that_refuses_init_info_is_not_called_missing(server):
     assert "plug-in" not in str(raised.value)
 
 
+def test_an_address_without_the_routes_of_every_vllm_is_wrong(server):
+    server.replies["/version"] = server.replies["/v1/models"] = (404, '{"detail": "Not Found"}')
+    for call in (lambda: http_engine(server.url).init({}), lambda: http_engine(server.url).has_adapter(ADAPTER)):
+        with pytest.raises(UnsupportedError, match="every vLLM server has; check the address") as raised:
+            call()
+        assert "VLLM_SERVER_DEV_MODE" not in str(raised.value)
+
+
 def test_a_server_older_than_versions_has_none(server):
     server.replies["/weight_info"] = server.replies["/update_weight_version"] = (404, '{"detail": "Not Found"}')
     engine = http_engine(server.url)
@@ -451,7 +459,8 @@ def listed(*rows: tuple[str, str]) -> tuple[int, str]:
 def configured(backend: str | None = "weightsync", extension: str = "") -> tuple[int, str]:
     """What /server_info answers."""
     transfer = {"backend": backend} if backend else None
-    found = {"weight_transfer_config": transfer, "parallel_config": {"worker_extension_cls": extension}}
+    found: dict[str, Any] = {"weight_transfer_config": transfer, "parallel_config": {"worker_extension_cls": extension}}
+    found["lora_config"] = {"max_lora_rank": 8, "max_loras": 1}
     return 200, json.dumps({"vllm_config": found, "vllm_env": {}})
 
 
@@ -466,7 +475,10 @@ UNBOUND = {"unbound": ["layers.0.q_proj"], "modules": ["model.layers.0.q_proj", 
 def test_http_changes_adapters(server):
     engine = http_engine(server.url)
     assert isinstance(engine, AdapterEngine)
+    server.replies["/server_info"] = 200, '{"vllm_config": {"lora_config": null}}'
     assert engine.max_lora_rank() is None
+    server.replies["/server_info"] = configured()
+    assert engine.max_lora_rank() == 8
     server.replies = WITH_ADAPTERS | {"/v1/models": listed((ADAPTER[0], ADAPTER[2]))}
     engine.load_adapter(ADAPTER)
     assert engine.has_adapter(ADAPTER)

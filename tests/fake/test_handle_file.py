@@ -53,10 +53,8 @@ def write(path: Path, parameters: dict[str, torch.Tensor], **changes: Any) -> Pa
         "device": "cpu",
         "gpu_uuid": "",
     }
-    handle_file.write(
-        path, "m", "http://127.0.0.1:1", 1, [handle_file.WorkerHandles(**{**worker, **changes}, ipc_handles=handles)]
-    )
-    return path
+    workers = [handle_file.WorkerHandles(**{**worker, **changes}, ipc_handles=handles)]
+    return handle_file.write(path, "m", "http://127.0.0.1:1", 1, workers)
 
 
 def change(path: Path, **fields: Any) -> Path:
@@ -186,6 +184,28 @@ def test_an_engine_that_ends_leaves_the_file_of_another_one(written: Path):
         assert not written.exists()
 
 
+def test_two_engines_on_one_host_have_a_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    shared = handle_file.place_to_write()
+    parent = os.getppid()
+    ticks = started_ticks(parent)
+    assert write(shared, {"w": torch.ones(2)}, pid=parent, started_ticks=ticks) == shared
+    own = write(shared, {"w": torch.ones(2)})
+    assert own == tmp_path / f"vllm_bridge_config-{os.getpid()}.json"
+    assert write(shared, {"w": torch.ones(2)}) == own
+    assert handle_file.read(shared).workers[0].pid == parent
+    for find in (handle_file.find, SingleCopyTransport().engine_url):
+        with pytest.raises(
+            ConfigError, match=rf"2 engines run on this host: {shared} .*, {own} .*Name the file of one"
+        ):
+            find()
+    assert handle_file.find(shared) == shared
+    change(shared, boot_id="another")  # of an engine that has ended
+    assert handle_file.find() == own
+    handle_file.remove(own)
+    assert handle_file.find() == shared
+
+
 def test_the_command_says_whether_a_file_holds(written: Path, tmp_path: Path):
     with open(tmp_path / "out", "w+") as out:
         assert handles.run(Namespace(file=written), Console(file=out, width=200))
@@ -240,6 +260,7 @@ def test_a_server_of_adapters_keeps_the_metric_that_pushes_of_them_read(option: 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     server = VllmServer(tmp_path / "nothing", "--weight-transfer-config={}", log=tmp_path / "log", start_timeout_s=120)
+    assert repr(server) == f"<VllmServer('{tmp_path}/nothing') at http://127.0.0.1:{server.port}, not running>"
     earlier = tmp_path / "versions" / "version-00000004"
     earlier.mkdir(parents=True)
     (earlier.parent / ".incoming-0").mkdir()  # of a trainer that was killed

@@ -43,7 +43,7 @@ TOP_LEVEL = {
 }
 
 ENTRY_POINTS = {
-    "console_scripts": {"weightsync": "weightsync.tools.cli:main"},
+    "console_scripts": {"weightsync": "weightsync.__main__:main"},
     "vllm.general_plugins": {"weightsync": "weightsync.vllm.plugin:register"},
 }
 

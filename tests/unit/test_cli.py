@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
 
+import weightsync.__main__
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.tools import cli, doctor, handles
 from weightsync.tools.demo import lay_out
@@ -100,8 +102,23 @@ def test_a_command_that_is_interrupted_before_it_runs_ends_in_one_word(monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_add_handles", interrupt)
-    assert cli.main(["handles"]) == 130
+    monkeypatch.setattr(sys, "argv", ["weightsync", "handles"])
+    assert weightsync.__main__.main() == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_command_that_is_interrupted_at_its_first_import_ends_in_one_word():
+    """The package itself imports nothing, so that `main` comes first."""
+    program = (
+        "import sys, weightsync.__main__ as command\n"
+        "assert [name for name in sys.modules if name.startswith('weightsync.')] == ['weightsync.__main__']\n"
+        "class Interrupt:\n"
+        "    def find_spec(*_): raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt)\n"
+        "sys.exit(command.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 1), (["--no-engine"], 0)])

@@ -447,7 +447,7 @@ def test_every_public_name_can_be_imported():
     import weightsync
 
     assert [name for name in weightsync.__all__ if not hasattr(weightsync, name)] == []
-    assert set(weightsync._LAZY) <= set(weightsync.__all__)
+    assert set(weightsync._LAZY) == set(weightsync.__all__)
     assert {*dir(weightsync)} == {*weightsync.__all__, "__version__"}
     with pytest.raises(AttributeError, match="no attribute 'nonesuch'"):
         _ = weightsync.nonesuch

@@ -58,7 +58,7 @@ _TRIES = 32
 _MOST_BYTES = 1 << 24
 """Most bytes to read of an answer. The largest answer, of /metrics, has some hundred thousand bytes."""
 _MESSAGE_CHARS = 2000
-_HEALTH = "/health"
+_HEALTH, _VERSION, _MODELS, _SERVER_INFO = "/health", "/version", "/v1/models", "/server_info?config_format=json"
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _KEY = "VLLM_API_KEY"
 """The environment variable with the API key. vLLM's server reads it, too, unless it has --api-key."""
@@ -92,9 +92,14 @@ class _Models(Struct):
     data: list[_Model] = []
 
 
+class _LoraConfig(Struct, frozen=True):
+    max_lora_rank: int | None = None
+
+
 class _Config(Struct, frozen=True):
     weight_transfer_config: dict[str, Any] | None = None
     parallel_config: dict[str, Any] | None = None
+    lora_config: _LoraConfig | None = None
 
 
 class _ServerInfo(Struct):
@@ -187,7 +192,7 @@ class HttpEngine:
         self._session, self._meets_others = "", False
         # Read from the version, not found by trying: see `VllmEngine._worker_methods`. A build of vLLM without git tags
         # has the version 0.1.dev1, and is taken for a new one.
-        version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", "/version").get("version")))
+        version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", _VERSION).get("version")))
         release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
         self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
         cores = self._count_cores()
@@ -280,7 +285,8 @@ class HttpEngine:
         return status == 200
 
     def max_lora_rank(self) -> int | None:
-        return None  # a server has no route for it, and itself refuses an adapter of a larger rank
+        lora = self._told(_SERVER_INFO, _ServerInfo).vllm_config.lora_config
+        return lora.max_lora_rank if lora is not None else None
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         self._check_bound(adapter, NOT_LOADED)
@@ -306,7 +312,7 @@ class HttpEngine:
         """
         if self._has_workers:
             return
-        config = self._told("/server_info?config_format=json", _ServerInfo).vllm_config
+        config = self._told(_SERVER_INFO, _ServerInfo).vllm_config
         backend = (config.weight_transfer_config or {}).get("backend")
         if backend != BACKEND and not (config.parallel_config or {}).get("worker_extension_cls"):
             raise no_plug_in(f"its weight transfer backend is {backend!r}", self.name)
@@ -324,7 +330,7 @@ class HttpEngine:
 
     def _adapters(self) -> dict[str, str | None]:
         """Return the path of each adapter in the server's list, by name. The list has the base model, too."""
-        return {row.id: row.root for row in self._told("/v1/models", _Models).data}
+        return {row.id: row.root for row in self._told(_MODELS, _Models).data}
 
     def adapters_in_use(self) -> set[str]:
         path = "/metrics"
@@ -353,6 +359,12 @@ class HttpEngine:
         if status == 200:
             return text
         message = _message_of(text)
+        if status == 404 and route in (_VERSION, _MODELS):
+            raise UnsupportedError(
+                f"there is no route {route} (status 404), which every vLLM server has; check the address, and the "
+                "routes of a proxy there",
+                who=self.name,
+            )
         if status == 404 and (needs == _DEV_MODE or message == "Not Found"):  # else an adapter is missing
             raise UnsupportedError(
                 f"the server has no route {route} (status 404); start vLLM with {needs} in its environment, and check "

@@ -57,6 +57,10 @@ class VllmServer:
         self.start_timeout_s = start_timeout_s
         self._child: Child | None = None
 
+    def __repr__(self) -> str:
+        state = f"pid {self.pid}" if self.pid is not None else "not running"
+        return f"<VllmServer({self._model!r}) at {self.url}, {state}>"
+
     @property
     def pid(self) -> int | None:
         """The server's process id. None: no process."""

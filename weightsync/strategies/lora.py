@@ -352,7 +352,7 @@ def _failure(
     loaded = [engine.name for engine, error in zip(engines, errors, strict=True) if error is None]
     who, first = next((engine.name, error) for engine, error in zip(engines, errors, strict=True) if error is not None)
     problem = wrap_exception(first, who=who, phase="load")
-    problem.message += f". The engine must see the adapter in {adapter.path}"
+    problem.message += f". The engine reads the adapter from {adapter.path}"
     if loaded and is_forgotten:
         problem.message += f"; unloaded again from {', '.join(loaded)}"
     elif not is_forgotten:

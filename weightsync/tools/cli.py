@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -60,16 +59,8 @@ from weightsync.tools.bench.shapes import SHAPES
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the command line, and return the exit status. Nothing heavy is imported before a command runs."""
-    try:
-        return _run([*(sys.argv[1:] if arguments is None else arguments)])
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-
-
-def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="weightsync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -89,10 +89,16 @@ def find(path: str | os.PathLike[str] | None = None) -> Path:
             directory, and the file in this user's runtime directory.
 
     Raises:
-        ConfigError: The file does not exist.
+        ConfigError: The file does not exist, or several engines have written theirs to this place.
     """
     candidates = [Path(path)] if path is not None else [*_in_logdir(), Path(FILE), _runtime_folder() / FILE]
     for candidate in candidates:
+        living = [] if path is not None else _living(candidate)
+        if len(living) > 1:
+            engines = ", ".join(f"{one.path} ({one.url or one.model})" for one in living)
+            raise ConfigError(f"{len(living)} engines run on this host: {engines}. Name the file of one, or the engine")
+        if living:
+            return living[0].path
         if os.path.exists(candidate):  # `Path.exists` raises for a file in an unreadable folder
             return candidate
     raise ConfigError(
@@ -119,8 +125,24 @@ def place_to_write() -> Path:
     return folder / FILE
 
 
-def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list[WorkerHandles]) -> None:
-    """Write the file, readable by this user alone. A concurrent reader sees the old file or the complete new one."""
+def _living(path: Path) -> list[Bridge]:
+    """Return the files of running engines at `path`, and at the names beside it that `write` chooses."""
+    found = []
+    for candidate in [path, *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]:
+        with suppress(WeightSyncError):
+            check(bridge := read(candidate))
+            found.append(bridge)
+    return found
+
+
+def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list[WorkerHandles]) -> Path:
+    """Write the file, readable by this user alone, and return its path.
+
+    Where another running engine has written `path`, the name ends in this process's id. A concurrent reader sees the
+    old file or the complete new one.
+    """
+    if any(bridge.path == path and bridge.workers[0].pid != os.getpid() for bridge in _living(path)):
+        path = path.with_stem(f"{path.stem}-{os.getpid()}")
     first = workers[0]
     mappings = {
         name: {"vllm_name": name, "shape": row["shape"], "dtype": row["dtype"], "device": first.device}
@@ -150,6 +172,7 @@ def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list
     except BaseException:
         os.unlink(name)
         raise
+    return path
 
 
 def read(path: Path) -> Bridge:

@@ -20,7 +20,7 @@ from weightsync.transports import handle_file
 def export_bridge(
     config: VllmConfig, model: nn.Module, device: torch.device, rank: int, engine_instance: str
 ) -> Path | None:
-    """Write `vllm_bridge_config.json` to the path in the environment, once the weights are loaded.
+    """Write `vllm_bridge_config.json` to the path in the environment, or beside it, once the weights are loaded.
 
     Collective among the engine's workers. Return the path on the worker that wrote the file, else None. Parameters on a
     CPU move to shared memory.
@@ -35,11 +35,9 @@ def export_bridge(
     workers = [handle_file.WorkerHandles(**row) for row in _gather(vars(own))]
     if get_world_group().rank_in_group != 0:
         return None
-    path = Path(wanted)
     parallel = config.parallel_config
     url = os.environ.get(handle_file.URL_VARIABLE)
-    handle_file.write(path, config.model_config.model, url, parallel.tensor_parallel_size, workers)
-    return path
+    return handle_file.write(Path(wanted), config.model_config.model, url, parallel.tensor_parallel_size, workers)
 
 
 def _gather(row: dict[str, Any]) -> list[dict[str, Any]]:
