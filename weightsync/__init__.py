@@ -73,8 +73,8 @@ __all__ = [
     "save",
 ]
 
-# Each name is imported on its first use. The command line answers `--help` without torch, whose import takes seconds. It
-# catches a Ctrl-C before it imports anything, since the import of this package alone takes no time.
+# Each name is imported on its first use. The command line answers `--help` without torch, whose import takes seconds.
+# It catches a Ctrl-C before it imports anything, since the import of this package alone takes no time.
 _NAMES = {
     "weightsync.checkpoint.save": ("save",),
     "weightsync.config": ("WeightSyncConfig",),
