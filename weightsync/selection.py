@@ -42,9 +42,13 @@ class TensorSelection:
             dtype.
         unquantized: With `WeightSync(quantize=...)`, patterns of the two-dimensional tensors `*.weight` that stay
             unquantised. All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
+        keep: Patterns of parameters left alone by every push, such as "visual.*" of a frozen vision tower. They match
+            the engine's names, as an error about missing parameters lists them. No tensor of the trainer may fill a
+            matching parameter. The engine must have been started from a checkpoint, without `enable_sleep_mode`.
+            transport="lora" and `CheckpointTransport` refuse `keep`.
         rename: Mapping of a regular expression to the replacement of each match in a name, applied in the mapping's
-            order. Or a function from the old name to the new one. `exclude` matches old names. All other patterns match
-            new names. transport="single_copy" refuses `rename`.
+            order. Or a function from the old name to the new one. `exclude` matches old names. Other patterns of
+            tensors match new names. transport="single_copy" refuses `rename`.
 
     Raises:
         ConfigError: Patterns are no sequence of strings, a dtype is unknown, or `rename` is invalid.
@@ -56,10 +60,11 @@ class TensorSelection:
     only_trained: bool = False
     dtypes: Mapping[str, str] = field(default_factory=dict)
     unquantized: Sequence[str] = UNQUANTIZED
+    keep: Sequence[str] = ()
     rename: Mapping[str, str] | Callable[[str], str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("exclude", "frozen", "unquantized"):
+        for name in ("exclude", "frozen", "unquantized", "keep"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         if not isinstance(self.dtypes, Mapping):
             raise ConfigError(f'dtypes={self.dtypes!r}; expected pattern to dtype, such as {{"*.router.*": "float32"}}')

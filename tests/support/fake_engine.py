@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class ModuleHost:
     def passes_over(self, name: str) -> bool:
         return False
 
-    def find_lost(self, filled: Collection[str]) -> None:
+    def find_lost(self, filled: Collection[str], kept: Sequence[str]) -> None:
         pass
 
     def restore_lost(self) -> None:

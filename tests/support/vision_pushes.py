@@ -1,4 +1,4 @@
-"""Prove that vision-language models can be pushed: `python vision_pushes.py KIND:tower|left-out|adapters...`.
+"""Prove that vision-language models can be pushed: `python vision_pushes.py KIND:tower|left-out|adapters|text...`.
 
 The engines are asked in words and about pictures. Each answer to pushed weights has to be that of an engine which was
 started cold from them, to the bit.
@@ -33,8 +33,8 @@ TORCHVISION = Path(sys.prefix, "torchvision")
 
 
 def run(*cases: str) -> None:
-    """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower", "KIND:left-out" or
-    "KIND:adapters"."""
+    """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower", "KIND:left-out",
+    "KIND:adapters" or "KIND:text"."""
     path = [HERE, HERE.parents[1]]
     if not find_spec("torchvision"):
         if not TORCHVISION.exists():
@@ -58,7 +58,7 @@ def run(*cases: str) -> None:
 
 
 def prove(kind: str, has_tower: bool, folder: Path) -> None:
-    from weightsync import TensorSelection, WeightSync
+    from weightsync import TensorSelection, UnsupportedError, WeightSync
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = make_vision_model(kind, folder, device)
@@ -81,6 +81,10 @@ def prove(kind: str, has_tower: bool, folder: Path) -> None:
         state = state_of_live(llm)
         end(llm)
         llm = start(kind, has_tower, folder, load_format="dummy")
+        without = TensorSelection(exclude=["*visual.*", "*vision_tower.*"], keep=["vis*"])
+        refused = pytest.raises(UnsupportedError, match='load_format="dummy" made it up')
+        with WeightSync("fsdp", "ipc", llm, selection=without) as sync, refused:
+            sync.push(model)
 
     told = Told()
     logging.getLogger("weightsync").addHandler(told)
@@ -138,6 +142,41 @@ def prove_adapters(kind: str, folder: Path) -> None:
         assert ask(llm, kind, False) == base
         sync.push(whole)
         assert ask(llm, kind, False, sync.adapter) == cold
+    end(llm)
+
+
+def prove_text(kind: str, folder: Path) -> None:
+    """A trainer of the text model alone leaves the engine's tower as the checkpoint has it."""
+    from transformers import AutoModelForCausalLM
+
+    from weightsync import ManifestError, TensorSelection, WeightSync
+
+    model = make_vision_model(kind, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    text = AutoModelForCausalLM.from_config(model.config.text_config, dtype=torch.bfloat16).to(model.device)
+    cold = {}
+    for weights in "BA":
+        fill(model, "A")
+        fill(model, weights, only="language_model")
+        model.save_pretrained(folder)
+        llm = start(kind, True, folder)
+        cold[weights] = ask(llm, kind, True)
+        if weights == "B":
+            end(llm)
+    assert cold["A"] != cold["B"]
+    trained = {name.replace("model.language_model.", "model."): param for name, param in model.named_parameters()}
+    fill(model, "B", only="language_model")
+    with torch.no_grad():
+        for name, param in text.named_parameters():
+            param.copy_(trained[name])
+    rename, keep = {r"^model\.": "model.language_model."}, ["vision_tower.*", "multi_modal_projector.*"]
+    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(rename=rename)) as sync:
+        with pytest.raises(ManifestError, match=r"vision_tower.*TensorSelection\(keep=...\)"):
+            sync.push(text)
+        assert ask(llm, kind, True) == cold["A"]
+    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(rename=rename, keep=keep)) as sync:
+        for _ in range(2):
+            sync.push(text)
+            assert ask(llm, kind, True) == cold["B"]
     end(llm)
 
 
@@ -241,6 +280,8 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as root:
             if tower == "adapters":
                 prove_adapters(kind, Path(root, kind))
+            elif tower == "text":
+                prove_text(kind, Path(root, kind))
             else:
                 prove(kind, tower == "tower", Path(root, kind))
         print("equal", case, flush=True)

@@ -79,10 +79,10 @@ GOLDEN: list[tuple[Message, str]] = [
         "2300000082a174a556616c7565a576616c756581a1619601ffcb4004000000000000c0c3a2c3a9",
     ),
     (
-        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),), "broadcast", {"size": 2}),
+        PlanRequest((TensorMeta("w", (2, 3), "bfloat16"),), (("y", "w"),), ("visual.*",), "broadcast", {"size": 2}),
         (
-            "5800000085a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136a4746965649192a179"
-            "a177a97472616e73706f7274a962726f616463617374aa696e7669746174696f6e81a473697a6502"
+            "6700000086a174ab506c616e52657175657374a774656e736f72739193a177920203a862666c6f61743136a4746965649192a179"
+            "a177a46b65657091a876697375616c2e2aa97472616e73706f7274a962726f616463617374aa696e7669746174696f6e81a473697a6502"
         ),
     ),
     (
@@ -222,7 +222,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 7
+    assert PROTOCOL == 8
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 

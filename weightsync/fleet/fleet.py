@@ -180,14 +180,19 @@ class Fleet:
         return self._calls.run("init", one.engine.init, info, who=one.engine.name)
 
     def plan(
-        self, manifest: Manifest, transport: str = "", invitations: Sequence[dict[str, Any]] = ()
+        self,
+        manifest: Manifest,
+        keep: Sequence[str],
+        transport: str = "",
+        invitations: Sequence[dict[str, Any]] = (),
     ) -> list[LoadPlan]:
         """Return each worker's load plan for these tensors. Equal plans are one object.
 
+        keep: as for `TensorSelection`.
         invitations: for each worker, its invitation to meet the others over `transport` meanwhile. None: no meeting.
         """
         requests = [
-            PlanRequest(manifest.tensors, manifest.tied, transport if each else "", each)
+            PlanRequest(manifest.tensors, manifest.tied, tuple(keep), transport if each else "", each)
             for each in invitations or [{}] * len(self.workers)
         ]
         found: list[tuple[PackedLoadPlan, LoadPlan]] = []

@@ -23,7 +23,7 @@ from weightsync.planning.layout import Count, ShardLocation, TensorMeta
 from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, Runs, pack_regions, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
-PROTOCOL = 7
+PROTOCOL = 8
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with POISONED while a push is under way, and after a push
 that failed once its workers had `Go`."""
@@ -152,6 +152,7 @@ class PlanRequest(Message, frozen=True):
 
     tensors: tuple[TensorMeta, ...]
     tied: tuple[tuple[str, str], ...]  # (other name, name) of each tensor with two names in the trainer's model
+    keep: tuple[str, ...] = ()  # shell patterns of the engine's parameters that no tensor fills
     transport: str = ""  # of the invitation
     invitation: dict[str, Plain] = {}  # the transport's own fields; empty: there is no meeting
 

@@ -24,7 +24,7 @@ class LoadPlan(Struct, frozen=True):
     hints: tensor names for these parts, guessed from other layers' names, or with another prefix than the trainer's.
     load_paths: load path -> number of modules.
     left_out: tensors of a part of the model that the engine does not run.
-    kept: parameters of a drafter without a tensor. They keep their values.
+    kept: parameters without a tensor. They keep their values. They are a drafter's, or named by the trainer.
     tied: tensors of a parameter shared by several modules of the engine.
     duplicates: tensor name -> another tensor of the same parameter. Their values must be equal.
     """

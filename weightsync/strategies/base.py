@@ -26,6 +26,7 @@ from weightsync.report import PushReport, WorkerReport
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.transports.base import LocalTensor
+from weightsync.worker.engine_model import DRAFTER
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +224,8 @@ def worker_reports(fleet: Fleet, done: Sequence[Done], committed: Sequence[Commi
 
 def warn_of_kept(plans: Sequence[LoadPlan]) -> None:
     """Warn of parameters in an engine's drafter that no push changes."""
-    if kept := list(dict.fromkeys(param for plan in plans for param in plan.kept)):
+    every = dict.fromkeys(param for plan in plans for param in plan.kept)
+    if kept := [param for param in every if param.startswith(f"{DRAFTER}.")]:
         logger.warning(
             "%d parameters of the engine's drafter keep their values, such as %s: the trainer has no tensors for "
             "them. The engine may accept fewer drafted tokens",

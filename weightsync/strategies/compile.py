@@ -53,7 +53,7 @@ def compile_plan(
             manifest.names[0],
         )
     together = _quantized(manifest, options)
-    plans = fleet.plan(manifest, transport.name, invitations)
+    plans = fleet.plan(manifest, options.selection.keep, transport.name, invitations)
     distinct = [*{id(plan): plan for plan in plans}.values()]
     _check(manifest, together, distinct, options)
     as_it_is = {name for pair in together for name in pair}
@@ -92,7 +92,7 @@ def _check(
     """Raise `ManifestError` for tensors that do not fit the engines. Log the tensors that stay behind or unchanged."""
     check_quantized(manifest, together, plans)
     is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
-    if unused := check_plans(manifest, plans, is_padded):
+    if unused := check_plans(manifest, plans, is_padded, options.selection.keep):
         text = "%d tensors are not pushed, such as %s: the engine does not run their part of the model"
         logger.info(text, len(unused), unused[0])
     warn_of_kept(plans)

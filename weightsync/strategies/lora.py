@@ -104,7 +104,7 @@ class LoraTransport:
 
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters need PEFT, backend="fsdp" or "deepspeed", and no quantize')
-        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes")
+        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "keep")
         options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s", "non_finite")
         return LoraAdapters(options, options.source, self)
 

@@ -5,6 +5,7 @@ The functions are pure, of manifests and the workers' load plans.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -41,10 +42,11 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
         )
 
 
-def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> list[str]:
+def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool, keep: Sequence[str] = ()) -> list[str]:
     """Return the tensors that do not travel, because no engine runs their part of the model.
 
     padded: whether the vocabulary has the trainer's padding.
+    keep: as for `TensorSelection`.
 
     Raises one `ManifestError` for all tensors that are missing, misshapen, or without a place on any engine worker.
     """
@@ -58,12 +60,15 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool) -> 
         missing = [name for name in missing if name not in mismatched]
     elif mismatched and not any(plan.hints for plan in plans):
         missing = []
-    if not (missing or unexpected or mismatched):
+    kept = [param for plan in plans for param in plan.kept]
+    idle = [pattern for pattern in keep if not fnmatch.filter(kept, pattern)]
+    if not (missing or unexpected or mismatched or idle):
         return [name for name in manifest.names if name not in used]
     if not (reasons := [*_explain_prefix(unexpected, missing)]):
         reasons += _explain_missing(missing, manifest)
         reasons += _explain_unexpected(unexpected, missing, manifest, plans)
     reasons += _explain_mismatched(mismatched, padded)
+    reasons += [f"TensorSelection.keep={idle}: no module of the engine without tensors matches"] if idle else []
     text = f"the trainer's tensors do not fit the engine's model. {'. '.join(reasons)}. Nothing was written"
     raise ManifestError(text, missing=missing, unexpected=unexpected, mismatched=mismatched)
 
@@ -92,6 +97,8 @@ def _explain_missing(missing: Sequence[str], manifest: Manifest) -> Iterator[str
             )
         if missing == ["lm_head.weight"]:
             yield "The engine has an output layer of its own, and the trainer has none"
+        else:
+            yield "TensorSelection(keep=...) leaves a module to the engine's checkpoint, such as a frozen vision tower"
 
 
 def _explain_mismatched(mismatched: Mapping[str, str], padded: bool) -> Iterator[str]:

@@ -95,6 +95,7 @@ class CheckpointTransport:
 
     def open(self, options: Options) -> UpdateStrategy:
         """Return the strategy: `SaveAndRestart`, or `CopyWeights` over files."""
+        options.refuse_selection("this CheckpointTransport, whose versions are complete", "keep")
         if self.restart:
             return SaveAndRestart(options, self)
         from weightsync.strategies.copy import CopyWeights

@@ -188,9 +188,10 @@ class SharedMemory(FleetStrategy):
             manifest = merge_manifests([each for each, _, _ in everyone])
             fleet = self._open_fleet(update)
             check_pairs([host for _, host, _ in everyone], fleet.connect())
-            plans = fleet.plan(manifest)
+            keep = self._options.selection.keep
+            plans = fleet.plan(manifest, keep)
             warn_of_kept(plans)
-            if unused := check_plans(manifest, plans, False):
+            if unused := check_plans(manifest, plans, False, keep):
                 raise PlacementError(
                     f"the engine does not run the part of the model with {unused[0]}, and cannot share it. Use "
                     'transport="ipc", or attach a model without this part'

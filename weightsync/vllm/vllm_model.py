@@ -142,7 +142,13 @@ class VllmModel:
             if (update := getattr(module, "update_param_tp_status", None)) is not None:
                 update()  # post-processing may have replaced a parameter, and the new one knows only the global rank
 
-    def find_lost(self, filled: Collection[str]) -> None:
+    def find_lost(self, filled: Collection[str], kept: Sequence[str]) -> None:
+        if kept and (self._has_random_weights or getattr(self._config.model_config, "enable_sleep_mode", False)):
+            start = 'load_format="dummy" made it up' if self._has_random_weights else "sleep(level=2) may discard it"
+            raise UnsupportedError(
+                f"TensorSelection.keep leaves {kept[0]} to the engine's checkpoint, and {start}. Start the engine from "
+                "the checkpoint, without enable_sleep_mode"
+            )
         if not self._has_random_weights:
             return
         scaled = compat.attention_with_loaded_scales(self.live)

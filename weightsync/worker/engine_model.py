@@ -84,11 +84,12 @@ class EngineModel(Protocol):
     def post_process(self, module: nn.Module) -> None:
         """Bring a freshly loaded module into its kernel's format, as the engine does once at its start."""
 
-    def find_lost(self, filled: Collection[str]) -> None:
+    def find_lost(self, filled: Collection[str], kept: Sequence[str]) -> None:
         """Find values overwritten by the engine's start and filled by neither a checkpoint nor a push.
 
         Args:
             filled: Names of the tensors that a push fills.
+            kept: Names of the parameters that the trainer leaves to the engine's checkpoint.
 
         Raises:
             UnsupportedError: A value cannot be found.

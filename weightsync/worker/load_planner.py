@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from posixpath import commonpath
 
@@ -46,6 +47,7 @@ IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fus
 class TracedLoad:
     """A load plan with the worker's own records of it.
 
+    keep: patterns of the parameters that no push fills.
     answer: the plan as the trainer is told.
     trace: the loader's actions, in terms of the trainer's tensors.
     placed: the trace's copies with their places in live tensors.
@@ -56,6 +58,7 @@ class TracedLoad:
     """
 
     manifest: Manifest
+    keep: Sequence[str]
     answer: LoadPlan
     trace: Trace
     placed: Sequence[LoadCopy]
@@ -85,8 +88,10 @@ class LoadPlanner:
         self._constructed = dict(model.pristine().named_parameters()).keys()
         self._groups: list[ModuleGroup] = []
 
-    def make(self, manifest: Manifest) -> TracedLoad:
+    def make(self, manifest: Manifest, keep: Sequence[str] = ()) -> TracedLoad:
         """Trace the model's loader for these tensors. Writes nothing into the running model.
+
+        keep: patterns of the parameters that no push fills.
 
         Raises:
             UnsupportedError: The model has modules that cannot be reloaded.
@@ -114,27 +119,30 @@ class LoadPlanner:
         placed = self._place(trace, group_of)
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
         sources = _sources(trace, group_of)
-        self._model.find_lost({*(copy.param for copy in trace.copies), *trace.computed})
+        filled = {*(copy.param for copy in trace.copies), *trace.computed}
         missing, doubled = uncovered(pristine, seen)
         kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
-        missing = {param: boxes for param, boxes in missing.items() if param not in kept}
+        # A module is loaded as a whole: a group with a filled parameter keeps none.
+        chosen = [param for param in _matching(missing, keep) if filled.isdisjoint(group_of[param].params)]
+        self._model.find_lost(filled, chosen)
+        missing = {param: boxes for param, boxes in missing.items() if param not in {*kept, *chosen}}
         held = named_tensors(pristine)
         counts = Counter(load_path.values())
         answer = LoadPlan(
             used=_used(manifest, trace, pairs, held, self._model.dtype),
             partial=_partial(manifest, trace),
-            refused=trace.refused | unfit | _doubled(pristine, landed, doubled, held),
+            refused=trace.refused | unfit | _doubled(pristine, landed, doubled, held) | _not_kept(trace, keep),
             groups=[list(names) for names in fuse_groups(landed.copies)],
             reloads=[names for group, names in sources.items() if load_path[group] != IN_PLACE],
             missing=[_region(param, boxes, held) for param, boxes in missing.items()],
             hints=_hints(landed, missing) or self._fitting_names(manifest, trace, missing),
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
-            kept=[*kept, *self._model.unreachable_params],
+            kept=[*kept, *chosen, *self._model.unreachable_params],
             tied=sorted({*fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
-        return TracedLoad(manifest, answer, trace, placed, pairs, load_path, group_of, sources)
+        return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources)
 
     def _trace(self, manifest: Manifest) -> Trace:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""
@@ -359,6 +367,22 @@ def _doubled(
         names = writers(pristine, landed, param, boxes)
         refused |= dict.fromkeys(names, f"{_region(param, boxes, held)} is written twice, by {', '.join(names)}")
     return refused
+
+
+def _matching(params: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    return [param for param in params if any(fnmatchcase(param, pattern) for pattern in patterns)]
+
+
+def _not_kept(trace: Trace, keep: Sequence[str]) -> dict[str, str]:
+    """Return the fault of each tensor for a parameter that no push fills."""
+    landed = [(copy.param, copy.name) for copy in trace.copies]
+    landed += [(param, name) for param, names in trace.computed.items() for name in names]
+    chosen = {*_matching({param for param, _ in landed}, keep)} if keep else set()
+    return {
+        name: f"TensorSelection.keep leaves {param} alone, `exclude` this tensor"
+        for param, name in landed
+        if param in chosen
+    }
 
 
 def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:

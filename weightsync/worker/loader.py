@@ -80,17 +80,19 @@ class Receiver:
             self._open(message.transport).meet(message.invitation, deadline)
 
     @collector_paused()
-    def make_plan(self, manifest: Manifest) -> LoadPlan:
+    def make_plan(self, manifest: Manifest, keep: Sequence[str] = ()) -> LoadPlan:
         """Trace the model's loader for these tensors. Writes nothing, and remembers the last answer.
+
+        keep: patterns of the parameters that no push fills.
 
         Raises:
             UnsupportedError: The model has modules that cannot be reloaded.
         """
-        if self._traced is None or self._traced.manifest != manifest:
+        if self._traced is None or (self._traced.manifest, self._traced.keep) != (manifest, keep):
             self._plan, self._is_exported, self._traced = None, False, None
             with self._model.scope():
                 self._planner = self._planner or LoadPlanner(self._model)
-                self._traced = self._planner.make(manifest)
+                self._traced = self._planner.make(manifest, keep)
         return self._traced.answer
 
     @collector_paused()

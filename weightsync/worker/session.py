@@ -322,7 +322,7 @@ class WorkerSession:
                 with self._attended():
                     self.receiver.meet(message, self._deadline())
                     manifest = Manifest(message.tensors, message.tied)
-                    return PackedLoadPlan.of(self.receiver.make_plan(manifest), manifest.names)
+                    return PackedLoadPlan.of(self.receiver.make_plan(manifest, message.keep), manifest.names)
             case Connect():
                 with self._attended():
                     self.receiver.connect(message, wait, self._deadline(), tell)
