@@ -698,6 +698,7 @@ class LLM:
             vllm_config=vllm_config,
             engine_core=SimpleNamespace(resources=SimpleNamespace(engine_dead=False)),
             reset_encoder_cache=lambda: self.calls.append(("reset_encoder_cache",)),
+            has_unfinished_requests=lambda: bool(self.adapters.output_processor.request_states),
         )
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
@@ -798,6 +799,7 @@ class SyncMPClient:
     def __init__(self) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self.utility_results: dict[int, Future[Any]] = {}
+        self.requests: dict[int, Any] = {}
         self.sent: list[tuple[Any, ...]] = []
 
     def _send_input(self, kind, request):
@@ -814,9 +816,10 @@ class SyncMPClient:
 
 @pytest.fixture
 def queued(request):
-    """The client of an `LLM` of this configuration, and its core. Each wait takes 0.5 s at most."""
+    """The client of an `LLM` with two requests, and its core. Each wait takes 0.5 s at most."""
     llm = fake_llm(request.param)
     llm.llm_engine.engine_core = core = SyncMPClient()
+    core.requests = llm.adapters.output_processor.request_states
     (engine,) = connect(llm, 0.5)
     return engine, core
 
@@ -853,6 +856,44 @@ def test_a_core_gets_all_calls_of_a_push_before_it_has_answered_one(queued, monk
     with pytest.raises(EngineError, match="could not reset its prefix cache"):
         finish[1]()
     engine.start()
+
+
+CONNECTED = config("weightsync")
+CONNECTED.kv_transfer_config = object()
+RESETS = [("reset_prefix_cache", True, True), ("reset_encoder_cache",)]
+
+
+@pytest.mark.parametrize(
+    ("queued", "requests", "is_ahead"),
+    [(PLUG_IN, 0, True), (PLUG_IN, 1, False), (EXTENSION, 0, True), (EXTENSION, 1, False), (CONNECTED, 0, False)],
+    indirect=["queued"],
+)
+def test_a_core_resets_before_the_update_only_if_nothing_can_fill_its_caches(queued, requests, is_ahead):
+    engine, core = queued
+    core.requests.clear()
+    core.requests |= dict.fromkeys(range(requests))
+    *_, update = engine.send_update(None, {})
+    at = len(core.sent)
+    assert (core.sent[-3:-1] == RESETS) is is_ahead
+    assert core.sent[-1][1] in ("update_weights", "weightsync_update")
+    waits = engine.send_finish()
+    assert (core.sent[-2:] == RESETS and at < len(core.sent) - 1) is not is_ahead
+    while core.utility_results:
+        core.answer()
+    for wait in (update, *waits):
+        wait()
+    engine.send_update(None, {})  # the turn is over
+
+
+@pytest.mark.parametrize("queued", [PLUG_IN], indirect=True)
+def test_a_reset_ahead_that_fails_is_told_before_the_update(queued):
+    engine, core = queued
+    core.requests.clear()
+    _, reset, *_ = engine.send_update(None, {})
+    core.answer()
+    core.answer(False)
+    with pytest.raises(EngineError, match="could not reset its prefix cache"):
+        reset()
 
 
 @pytest.mark.parametrize("queued", [EXTENSION], indirect=True)

@@ -92,11 +92,12 @@ class QueueingEngine(Engine, Protocol):
     def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[Wait]:
         """Send the calls of `set_version(mark)`, unless it is None, of `start` and of `update`.
 
-        Returns before any answer. The last `Wait` is for `update`.
+        Also send `reset_caches()` before `update` if the engine fills no cache until `update` returns. Returns before
+        any answer. The last `Wait` is for `update`.
         """
 
     def send_finish(self) -> list[Wait]:
-        """Send the calls of `finish(None)` and `reset_caches()`, to be served after `update`."""
+        """Send the calls of `finish(None)`, and of `reset_caches()` unless `send_update` has, to follow `update`."""
 
 
 class CalledEngine(ABC):

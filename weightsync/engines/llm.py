@@ -26,6 +26,7 @@ class LlmEngine(VllmEngine):
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._turns = CallLock(name, timeout_s, lambda: died(engine))
+        self._resets_ahead = False  # the update under way is sent behind the reset of the caches
 
     @property
     def part(self) -> SpmdPart | None:
@@ -57,16 +58,23 @@ class LlmEngine(VllmEngine):
         return not self._setup["in_step"] and takes_calls_ahead(self._engine)
 
     def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[Wait]:
+        # Without requests the core steps in no update, and caches no values of older weights.
+        ahead = not (self._setup["connector"] or self._engine.llm_engine.has_unfinished_requests())
         self._turns.acquire(self._worker_methods["update"])
-        stamps = [] if mark is None else [(STAMP, mark)]
-        calls = [*stamps, *self._to_workers("start"), *self._to_workers("update", update_info)]
+        self._resets_ahead = ahead
+        calls = [] if mark is None else [(STAMP, mark)]
+        calls += [*self._to_workers("start"), *self._resets(ahead), *self._to_workers("update", update_info)]
         return self._send(calls, self.timeout_s)
 
     def send_finish(self) -> list[Wait]:
-        if not self._turns.join(self._worker_methods["update"]):
+        calls = [*self._to_workers("finish"), *self._resets(not self._resets_ahead)]
+        if calls and not self._turns.join(self._worker_methods["update"]):
             self._turns.acquire(RESET)
+        return self._send(calls, timeouts.SERVING_S) if calls else []
+
+    def _resets(self, are_due: bool) -> list[tuple[Any, ...]]:
         encoders = [] if self._setup["encodes"] == "no" else [("reset_encoder_cache",)]
-        return self._send([*self._to_workers("finish"), (RESET, True, True), *encoders], timeouts.SERVING_S)
+        return [(RESET, True, True), *encoders] if are_due else []
 
     def _to_workers(self, call: str, *args: Any) -> list[tuple[Any, ...]]:
         method = self._worker_methods.get(call)

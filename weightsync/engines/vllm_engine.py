@@ -186,6 +186,7 @@ def setup_of(engine: Any) -> dict[str, str]:
         "core": core,
         "max_lora_rank": str(getattr(getattr(config, "lora_config", None), "max_lora_rank", "")),
         "encodes": "" if any(kinds) else "no",
+        "connector": "yes" if getattr(config, "kv_transfer_config", None) is not None else "",
         "methods": " ".join(name for name in _METHODS if hasattr(engine, name)),
         "cores": str(size if launcher == "external_launcher" else len(getattr(client, "core_engines", [engine]))),
         "in_step": "yes" if size > 1 and not core else "",
