@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -95,16 +95,24 @@ class Digests:
 
     def of(self, sample: int) -> list[int]:
         """Return `digest(run, sample)` of each run. Runs may be on several devices. Waits for their current streams."""
-        found = [0] * len(self._runs)
+        return self.begin(sample)()
+
+    def begin(self, sample: int) -> Callable[[], list[int]]:
+        """Queue the digests of runs on GPUs on their current streams, and make the others. Return the rest of `of`."""
         outs = {
             device: torch.empty(len(own), dtype=torch.int64, device=device) for device, own in self._numbers.items()
         }
         for device, out in outs.items():
             self._write(self._on(device), range(len(out)), sample, out)
-        for device, out in outs.items():
-            for number, value in zip(self._numbers[device], out.tolist(), strict=True):
-                found[number] = value & MASK
-        return found
+
+        def finish() -> list[int]:
+            found = [0] * len(self._runs)
+            for device, out in outs.items():
+                for number, value in zip(self._numbers[device], out.tolist(), strict=True):
+                    found[number] = value & MASK
+            return found
+
+        return finish
 
     def write(self, sample: int, out: torch.Tensor, group: int = 0) -> None:
         """Write `digest(run, sample)` of each run of a group, in order, into `out`.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class TrainerMemory:
         self._counted: dict[int, tuple[str, torch.Tensor]] = {}  # by base: views share their base's count of writes
         self._is_on_gpu = False
         self._sample: int | None = None
-        self._before: tuple[list[int], list[int] | None] = [], None
+        self._before: tuple[list[int], Callable[[], list[int] | None] | None] = [], None
 
     def find(self, model: Model, reading: Reading) -> None:
         """Begin to find the memory of a push, in the background. Call it before the other methods, in each push."""
@@ -98,13 +98,18 @@ class TrainerMemory:
             self._is_on_gpu = all(tensor.is_cuda for tensor in found)
 
     def begin(self, version: int) -> None:
-        """Record write counts and digests before a push of `version` reads any tensor. May wait for current streams."""
+        """Record write counts, and begin digests, before a push of `version` reads any tensor.
+
+        Waits for the digests with "full": a later write must not change them.
+        """
         self._await()
         whole = self._verify == "full" or self.catches_up
         self._sample = None if self._verify == "none" else WHOLE if whole else version
         # On a GPU also for "sampled": workers on the same GPU would otherwise wait for the digests.
-        is_early = self._verify == "full" or self._is_on_gpu
-        self._before = self._writes(), self._digests() if is_early else None
+        early = cache(self._begin_digests()) if self._verify == "full" or self._is_on_gpu else None
+        if early is not None and self._verify == "full":
+            early()
+        self._before = self._writes(), early
 
     def note(self, version: int, label: str | None) -> None:
         """Record a push as `pushed`, after it has read all tensors. May wait for the current streams.
@@ -112,21 +117,20 @@ class TrainerMemory:
         Raises `DigestError` if a tensor was written since `begin`: engines then have a mixture.
         """
         counted, before = self._before
-        writes, digests = self._writes(), before
-        if before is None or self._verify == "full":
-            digests = self._digests()
+        writes, digests = self._writes(), (before or self._begin_digests())()
+        is_same = self._verify != "full" or digests == self._begin_digests()()
         names = (name for name, _ in self._counted.values())
         changed = [name for name, a, b in zip(names, counted, writes, strict=True) if a != b]
-        if self._verify != "none" and (changed or before not in (None, digests)):
+        if self._verify != "none" and (changed or not is_same):
             raise DigestError(
                 f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
                 "when no thread writes weights",
             )
         self.pushed = Pushed(version, label, self._sample, (self._settings(), writes, digests))
 
-    def _digests(self) -> list[int] | None:
-        """Return the digests of this push's sample, if it has one."""
-        return None if self._sample is None else self._proof.of(self._sample)
+    def _begin_digests(self) -> Callable[[], list[int] | None]:
+        """Begin the digests of this push's sample, if it has one. Return a function for them."""
+        return (lambda: None) if self._sample is None else self._proof.begin(self._sample)
 
     def is_as_pushed(self) -> bool:
         """Return whether a push would send the bytes of the last push again."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import mul
 
 import torch
 
@@ -25,7 +27,7 @@ class MemoryFingerprint:
         self._runs = [[run for run in own if run.numel()] for own in runs]
         # Powers of two: all ranks' samples then repeat with one period, so few combinations are cached.
         self._turns = [1 << (max(len(own) - 1, 0) // _MOST_BLOCKS).bit_length() for own in self._runs]
-        self._samples: dict[tuple[int, ...], tuple[Digests, list[int]]] = {}  # with each rank's number of blocks
+        self._samples: dict[tuple[int, ...], tuple[Digests, list[list[int]]]] = {}  # with each rank's factors
 
     def of(self, sample: int) -> list[int]:
         """Return one digest of each rank's memory: of all bytes with `WHOLE`, otherwise of this sample.
@@ -33,13 +35,23 @@ class MemoryFingerprint:
         A sample has one block from each of at most a thousand runs. Runs take turns, and samples repeat. Waits for the
         current streams, once for all ranks.
         """
+        return self.begin(sample)()
+
+    def begin(self, sample: int) -> Callable[[], list[int]]:
+        """Queue the digests of GPU memory on the current streams, and make the others. Return the rest of `of`."""
         samples = tuple(sample if sample == WHOLE else sample % max(turns, _LEAST_SAMPLES) for turns in self._turns)
         if samples not in self._samples:
             blocks = [self._blocks(rank, own) for rank, own in enumerate(samples)]
-            self._samples[samples] = Digests(*blocks, of_samples=False), [*map(len, blocks)]
-        digests, counts = self._samples[samples]
-        found = iter(digests.of(WHOLE))
-        return [sum((number * GOLDEN | 1) * next(found) for number in range(count)) & MASK for count in counts]
+            factors = [[number * GOLDEN | 1 for number in range(len(own))] for own in blocks]
+            self._samples[samples] = Digests(*blocks, of_samples=False), factors
+        digests, factors = self._samples[samples]
+        rest = digests.begin(WHOLE)
+
+        def finish() -> list[int]:
+            found = iter(rest())
+            return [sum(map(mul, own, islice(found, len(own)))) & MASK for own in factors]
+
+        return finish
 
     def _blocks(self, rank: int, sample: int) -> list[torch.Tensor]:
         """Return the bytes of a rank that belong to a sample."""

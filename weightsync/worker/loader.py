@@ -202,6 +202,9 @@ class Receiver:
                 if self._plan.reloads:
                     self._planner.addresses.note()
                 done = self._plan.run(go, wait, new_deadline, tell)
+            loaded = time.perf_counter()
+            if self._plan is not None:
+                self._plan.verifier.begin_proof(go)
             # The GPU may copy on meanwhile.
             started = time.perf_counter()
             self._check_addresses()
@@ -209,9 +212,9 @@ class Receiver:
                 logger.warning("cleared the KV cache: weights before version %d have left NaN in it", go.version)
             checked = time.perf_counter()
             if self._plan is not None:
-                self._plan.verifier.finish(go)
+                self._plan.verifier.finish()
             _synchronise(self._model.device)
-        verify_s = done.verify_s + time.perf_counter() - checked
+        verify_s = done.verify_s + started - loaded + time.perf_counter() - checked
         self.loaded = replace(done, load_s=done.load_s + checked - started, verify_s=verify_s)
         return self.loaded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -28,6 +28,7 @@ class Verifier:
         if several := next((sent for chunk in self._chunks for *_, sent in chunk if len(sent) > 1), None):
             torch.cat(several)  # loads its kernel now, while no chunk is on its way
         self._suspects: list[tuple[int, list[ByteRange], torch.Tensor]] = []
+        self._proving: Callable[[], int | None] = lambda: None
         mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
         for run in in_place:
             mapped[run.rank].append(_bytes(source, run))
@@ -39,7 +40,7 @@ class Verifier:
         Raises:
             DigestError: This worker has mapped other memory than the trainer's.
         """
-        if digests and (rank := self._find_other(digests, WHOLE)) is not None:
+        if digests and (rank := self._begin_search(digests, WHOLE)()) is not None:
             raise DigestError(
                 f"this worker has mapped other memory than that of trainer rank {rank}: its bytes differ. Nothing was "
                 "loaded. Push again, and restart the engine if the error returns"
@@ -48,6 +49,7 @@ class Verifier:
     def begin(self) -> None:
         """Begin a push."""
         self._suspects.clear()
+        self._proving = lambda: None
 
     def check_chunk(self, number: int, sample: int | None) -> None:
         """Compare the runs of a chunk with the digests behind them. `sample` None: the chunk has no digests.
@@ -64,11 +66,15 @@ class Verifier:
             if not differs.is_cuda:
                 self._refuse_suspects()
 
-    def finish(self, go: Go) -> None:
+    def begin_proof(self, go: Go) -> None:
+        """Begin to compare the memory that is read in place, behind the copies on the GPU's current stream."""
+        if go.place_sample is not None:
+            self._proving = self._begin_search(go.digests, go.place_sample)
+
+    def finish(self) -> None:
         """Raise `DigestError` if any bytes of this push differ from the trainer's. Waits for the GPU."""
         self._refuse_suspects()
-        sample = go.place_sample
-        if sample is not None and (rank := self._find_other(go.digests, sample)) is not None:
+        if (rank := self._proving()) is not None:
             raise DigestError(
                 f"the mapped memory of trainer rank {rank} no longer holds its tensors: the trainer must have freed a "
                 "tensor and allocated another one. The weights are a mixture; push again"
@@ -87,14 +93,22 @@ class Verifier:
                     "changed on the way. The weights may be a mixture; push again"
                 )
 
-    def _find_other(self, digests: Sequence[int], sample: int) -> int | None:
-        """Return the first rank with another digest than its number in `digests`, a list in the order of the ranks."""
+    def _begin_search(self, digests: Sequence[int], sample: int) -> Callable[[], int | None]:
+        """Begin to digest mapped memory. Return a function for the first rank with another digest than in `digests`.
+
+        digests: numbers in the order of the ranks.
+        """
         if unproven := [rank for rank in self._mapped_ranks if rank >= len(digests)]:
             raise ProtocolError(
                 f"memory of trainer rank {unproven[0]} is read in place, but digests came from {len(digests)} ranks"
             )
-        found = zip(self._mapped_ranks, self._proof.of(sample), strict=True)
-        return next((rank for rank, digest in found if digest != digests[rank]), None)
+        rest = self._proof.begin(sample)
+
+        def find() -> int | None:
+            found = zip(self._mapped_ranks, rest(), strict=True)
+            return next((rank for rank, digest in found if digest != digests[rank]), None)
+
+        return find
 
 
 def _by_device(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[list[ByteRange]]:
