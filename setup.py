@@ -19,6 +19,7 @@ extras = {
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray>=2.9"],
     "hybrid": ["ray>=2.9", "tensordict>=0.10"],
+    "nixl": ["nixl>=1.5,<2"],
     "prometheus": ["prometheus-client>=0.20"],
     "otel": ["opentelemetry-api>=1.20"],
     "trl": ["trl>=1.16,<1.17"],

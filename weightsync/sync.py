@@ -79,7 +79,7 @@ class WeightSync:
             `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor).
             `MegatronBackend(...)` and `StreamBackend(...)` are "megatron" and "stream" with options. A `ShardSource`
             works too.
-        transport: "ipc" (engines on this host) or "broadcast" (any host). "cuda_ipc" and "nccl" are "ipc" and
+        transport: "ipc" (engines on this host), "broadcast" or "nixl" (any host). "cuda_ipc" and "nccl" are "ipc" and
             "broadcast" for GPU tensors alone. `CheckpointTransport(folder)` also keeps a checkpoint of each version.
             "lora", or `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
             `SingleCopyTransport(...)`, makes the model's parameters views of the engine's memory: see `attach` and

@@ -69,6 +69,16 @@ def push(trainer: Trainer | Engines, weights: str) -> PushReport:
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 @pytest.mark.parametrize(("model", "tp"), SERVED, ids=[f"{model}-tp{tp}" for model, tp in SERVED])
 def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp: int, transport: str, kind: str):
+    check_equals_cold(engines, trainers, model, tp, transport, kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp2"])
+def test_pushed_over_nixl_equals_cold(engines: Remote, trainers: Trainers, kind: str):
+    pytest.importorskip("nixl")
+    check_equals_cold(engines, trainers, *SERVED[-1], "nixl", kind)  # it is still running
+
+
+def check_equals_cold(engines: Remote, trainers: Trainers, model: str, tp: int, transport: str, kind: str) -> None:
     cold = engines.call(Engines.serve, model, tp, timeout_s=240)
     assert cold["A"] != cold["B"]
     trainer = engines if kind == "plain" else trainers

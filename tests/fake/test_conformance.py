@@ -17,7 +17,6 @@ import pytest
 import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, open_shared_files
 from ranks import run_ranks
-from rdma_transport import RdmaReceiver, RdmaTransport
 from tcp_transport import TcpReceiver, TcpTransport
 from torch import nn
 
@@ -222,8 +221,25 @@ def test_check_transport_of_differences_along_a_chain_finds_every_promise_kept()
     check_transport(broadcast_of_differences, receiver, worker_devices=("cpu",) * 3, timeout_s=20.0)
 
 
-def test_check_transport_of_the_sketch_over_rdma_reads_finds_every_promise_kept():
-    check_transport(RdmaTransport, RdmaReceiver)
+def test_check_transport_of_nixl_over_tcp_along_a_chain_finds_every_promise_kept(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    check_transport(*ends_of("nixl"), worker_devices=("cpu",) * 3)
+
+
+@pytest.mark.forks
+def test_check_transport_of_nixl_over_shared_memory_finds_every_promise_kept():
+    pytest.importorskip("nixl")
+    check_transport(*ends_of("nixl"), in_processes=True, timeout_s=60.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.forks
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu")])
+def test_check_transport_of_nixl_finds_every_promise_kept_on_a_gpu(devices: tuple[str, str]):
+    pytest.importorskip("nixl")
+    ranks, workers = ((device,) * 2 for device in devices)
+    check_transport(*ends_of("nixl"), rank_devices=ranks, worker_devices=workers, in_processes=True, timeout_s=60.0)
 
 
 def test_check_transport_of_sixty_lines_over_tcp_finds_every_promise_kept():

@@ -1,4 +1,4 @@
-"""The built-in transports: `ipc` (shared memory of one host), `nccl` (any hosts), `files` (a shared folder).
+"""The built-in transports: `ipc` (shared memory of one host), `nccl` and `nixl` (any hosts), `files` (a shared folder).
 
 A transport of another package has an entry point in the group "weightsync.transports". Users give its name to
 `WeightSync(transport=...)`. The entry point refers to a pair of functions, such as `ENDS` in the modules here. The
@@ -60,6 +60,7 @@ _BUILT_IN = {
     "cuda_ipc": "weightsync.transports.ipc",
     "broadcast": "weightsync.transports.nccl",
     "nccl": "weightsync.transports.nccl",
+    "nixl": "weightsync.transports.nixl",
     "checkpoint": "weightsync.transports.files",
 }
 
@@ -73,8 +74,9 @@ def open_transport(transport: object) -> Transport:
         return transport
     if not isinstance(transport, str) or (found := _find(transport)) is None:
         raise ConfigError(
-            f'transport={transport!r}; choose "ipc", "broadcast", "single_copy", "lora", CheckpointTransport(folder), '
-            f"an entry point in the group {GROUP!r}, or an instance of weightsync.transports.base.Transport"
+            f'transport={transport!r}; choose "ipc", "broadcast", "nixl", "single_copy", "lora", '
+            f"CheckpointTransport(folder), an entry point in the group {GROUP!r}, or an instance of "
+            "weightsync.transports.base.Transport"
         )
     return found[0](transport)
 

@@ -1,4 +1,7 @@
-"""The members of a broadcast: their invitations, and their communicator. It begins to meet while the workers plan."""
+"""The members of a broadcast: their chains, their invitations, and their communicator.
+
+The communicator begins to meet while the workers plan.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from weightsync.errors import PlacementError
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
+from weightsync.planning.transfer_plan import Chain, choose_chains
+from weightsync.transports.base import RouteRequest
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.nccl_group import NcclGroup
 from weightsync.transports.tcp_links import TcpLinks
@@ -54,6 +59,14 @@ def meet(
     made = kind_of(told.device)([*told.place], rendezvous, told.rank, told.size, device)
     made.meet(deadline)
     return made
+
+
+def route_chains(request: RouteRequest) -> tuple[Chain, ...]:
+    """Return the chains of workers. The bytes reach the trainer's hosts first, and each host once."""
+    workers = request.workers
+    hosts = list(dict.fromkeys(member.boot_id for member in (*request.ranks, *workers)))
+    own_hosts = [hosts.index(worker.boot_id) for worker in workers]
+    return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
 
 
 def check_machines(name: str, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo]) -> None:

@@ -36,7 +36,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
-from weightsync.planning.transfer_plan import Chain, TransferPlan, choose_chains
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports.base import (
     FIRST_USES,
@@ -50,7 +50,7 @@ from weightsync.transports.base import (
 )
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
-from weightsync.transports.members import check_machines, kind_of, meet
+from weightsync.transports.members import check_machines, kind_of, meet, route_chains
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes, still_open
 
 _AHEAD = 8
@@ -98,12 +98,8 @@ class NcclTransport(Transport):
         self._communicator = meet(self._communicator, invitation, device, deadline, rendezvous)
 
     def route(self, request: RouteRequest) -> tuple[Chain, ...]:
-        workers = request.workers
         self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
-        # The trainer's hosts come first.
-        hosts = list(dict.fromkeys(member.boot_id for member in (*request.ranks, *workers)))
-        own_hosts = [hosts.index(worker.boot_id) for worker in workers]
-        return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
+        return route_chains(request)
 
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks

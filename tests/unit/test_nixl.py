@@ -1,0 +1,177 @@
+"""NIXL's agents: which of them get to know each other, and what is said where one cannot be made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.net.runtime import Deadline
+from weightsync.transports import nixl_agent
+from weightsync.transports.nixl import NixlReceiver
+from weightsync.transports.nixl_agent import PIECE_BYTES, Agent, AgentAddress
+from weightsync.transports.nixl_group import Introduction, introduce
+
+CPU = torch.device("cpu")
+NAMES = ["trainer rank 0", "trainer rank 1", "engine 0 worker tp=0", "engine 1 worker tp=0"]
+
+
+def introduced(number: int, before: list[int], behind: list[int], version: str = "1.5.1") -> Introduction:
+    address = AgentAddress(f"agent {number}", "", b"all", None, [64, 128])
+    contact = AgentAddress(f"agent {number}", "", b"contact", None, [])
+    return Introduction(version, address, contact, before, behind)
+
+
+CHAIN = [introduced(0, [], [2]), introduced(1, [], [2]), introduced(2, [0, 1], [3]), introduced(3, [2], [])]
+
+
+def test_a_member_gets_to_know_those_beside_it_and_nobody_else():
+    told = introduce(CHAIN, NAMES)
+    assert [[number for number, _ in those] for those in told] == [[2], [2], [0, 1, 3], [2]]
+
+
+def test_only_a_reader_gets_what_opens_memory():
+    told = [dict(those) for those in introduce(CHAIN, NAMES)]
+    assert (told[3][2].metadata, told[3][2].slots, told[3][2].member) == (b"all", [64, 128], NAMES[2])
+    assert (told[0][2].metadata, told[0][2].slots) == (b"contact", [])
+    assert (told[2][3].metadata, told[2][3].slots) == (b"contact", [])
+
+
+def test_a_member_that_claims_to_read_where_it_does_not_is_told_nothing():
+    thief = introduced(3, [0, 1], [])
+    assert introduce([*CHAIN[:3], thief], NAMES)[3] == []
+
+
+def test_two_versions_of_nixl_are_refused_by_name():
+    with pytest.raises(
+        PlacementError, match=r"trainer rank 0 has NIXL 1\.5\.1, and engine 1 worker tp=0 has NIXL 1\.6"
+    ):
+        introduce([*CHAIN[:3], introduced(3, [2], [], "1.6.0")], NAMES)
+
+
+def test_missing_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(nixl_agent, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"'nixl'\).*weightsync\[nixl\]"):
+        nixl_agent.nixl_version()
+    with pytest.raises(ConfigError, match="beside the engine"):
+        NixlReceiver(CPU).meet({}, Deadline(1.0))
+
+
+def test_packages_of_two_versions_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nixl_agent, "load_nixl", lambda: SimpleNamespace(_pkg=SimpleNamespace(__name__="nixl_cu13")))
+    found = {"nixl": "1.5.1", "nixl-cu13": "1.4.0"}
+    monkeypatch.setattr(nixl_agent.metadata, "version", found.__getitem__)
+    with pytest.raises(ConfigError, match=r"nixl 1\.5\.1 and nixl-cu13 1\.4\.0"):
+        nixl_agent.nixl_version()
+
+
+def test_import_of_nixl_leaves_the_logging_of_the_process_alone(monkeypatch: pytest.MonkeyPatch):
+    def intruder(name: str) -> Any:
+        logging.raiseExceptions = False
+
+    monkeypatch.setattr(nixl_agent, "import_module", intruder)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    nixl_agent.load_nixl()
+    assert logging.raiseExceptions
+
+
+def test_a_worker_connects_only_when_it_was_invited():
+    with pytest.raises(ProtocolError, match="without an invitation"):
+        NixlReceiver(CPU).connect([], {}, lambda seconds: None, Deadline(1.0))
+
+
+# With NIXL itself
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    pair = Agent("UCX"), Agent("UCX")
+    yield pair
+    for agent in pair:
+        agent.close()
+
+
+def finish(agent: Agent, read: int, peer: AgentAddress) -> None:
+    while not agent.is_read(read, peer):
+        continue
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = Deadline(10.0)
+    while not condition():
+        assert not deadline.passed()
+
+
+def test_agent_reads_a_run_of_several_pieces_and_says_so(agents: tuple[Agent, Agent]):
+    owner, reader = agents
+    slot = torch.arange(PIECE_BYTES * 2 + 100, dtype=torch.int64).to(torch.uint8)
+    room = torch.zeros_like(slot)
+    owner.register([slot])
+    reader.register([room])
+    address = owner.address()
+    reader.add(address)
+    finish(reader, reader.read(address, 0, 7, room[8:-50], 41), address)
+    assert torch.equal(room[8:-50], slot[7:-51])
+    assert not room[:8].any()
+    eventually(lambda: owner.counts()[reader.name] == 41)
+
+
+def test_closed_agent_cannot_be_read_by_whoever_kept_its_address(agents: tuple[Agent, Agent]):
+    owner, reader = agents
+    slot, room = torch.ones(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    owner.register([slot])
+    reader.register([room])
+    address = owner.address()
+    reader.add(address)
+    finish(reader, reader.read(address, 0, 0, room, 1), address)
+    owner.close()
+    room.zero_()
+    with pytest.raises(WeightSyncError, match="cannot be read"):
+        finish(reader, reader.read(address, 0, 0, room, 2), address)
+    assert not room.any()
+    with pytest.raises(WeightSyncError, match="closed"):
+        owner.counts()
+
+
+def test_contact_does_not_open_memory(agents: tuple[Agent, Agent]):
+    owner, reader = agents
+    slot = torch.ones(4096, dtype=torch.uint8)
+    owner.register([slot])
+    reader.register([torch.zeros(4096, dtype=torch.uint8)])
+    contact = owner.contact()
+    reader.add(contact)
+    with pytest.raises(WeightSyncError, match="cannot be read"):
+        reader.read(AgentAddress(contact.agent, "", b"", None, [slot.data_ptr()]), 0, 0, reader.slots[0], 1)
+
+
+def test_backend_that_is_not_there_is_named():
+    pytest.importorskip("nixl")
+    with pytest.raises(PlacementError, match="NIXL's backend NOTHING does not start"):
+        Agent("NOTHING")
+
+
+@pytest.mark.parametrize(("gpu", "words"), [(None, "ulimit -l"), (0, "nvidia_peermem")])
+def test_memory_that_cannot_be_registered_says_what_to_do(
+    agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch, gpu: int | None, words: str
+):
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(agents[0], "_agent", SimpleNamespace(registerMem=refuse))
+    device = "cpu" if gpu is None else f"cuda:{gpu}"
+    slot: Any = SimpleNamespace(
+        numel=lambda: 8, nbytes=8, is_cuda=gpu is not None, data_ptr=lambda: 64, get_device=lambda: gpu
+    )
+    slot.device = torch.device(device)
+    with pytest.raises(PlacementError, match=f"cannot register 8 bytes on {device} .*NIXL_ERR_BACKEND.*{words}"):
+        agents[0].register([slot])

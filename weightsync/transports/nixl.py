@@ -1,0 +1,402 @@
+"""Workers read chunks out of the ranks' memory by NIXL: over InfiniBand, RoCE, CUDA IPC, shared memory or TCP.
+
+Each rank packs its part of a chunk into a registered slot, with digests. It tells the first worker of each chain how
+many chunks it has packed. The worker reads the rank's part into a registered slot of its own, and the rank's code takes
+no part in it. The next worker of the chain reads the chunk out of the first worker's slot. Counts pace the members:
+
+    rank        fills 1      fills 2      fills 3, once 1 is read
+    worker 0                 reads 1      reads 2, loads 1        reads 3, loads 2
+    worker 1                              reads 1                 reads 2, loads 1
+
+Each member has two slots. A slot takes another chunk once its chunk is read by all members behind, and loaded. A member
+waits only for earlier chunks, or for the same chunk on an earlier member. So waits form no cycle.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import Struct
+
+from weightsync.errors import ProtocolError, WeightSyncError
+from weightsync.net import timeouts
+from weightsync.net.runtime import Deadline, spawn
+from weightsync.net.update import Update
+from weightsync.net.wire import MachineInfo, typed
+from weightsync.planning.layout import Count
+from weightsync.planning.transfer_plan import Chain, TransferPlan
+from weightsync.planning.wire_types import Storage
+from weightsync.transports.base import (
+    SLOTS,
+    Endpoint,
+    LocalTensors,
+    RouteRequest,
+    Transport,
+    TransportReceiver,
+    Wait,
+)
+from weightsync.transports.members import route_chains
+from weightsync.transports.nixl_agent import BACKEND
+from weightsync.transports.nixl_group import NixlGroup, meet
+from weightsync.transports.staging import (
+    Layout,
+    Packer,
+    endpoint,
+    receive_layout,
+    send_layout,
+    slot_bytes,
+    still_open,
+    wait_until,
+)
+from weightsync.transports.tcp_links import TcpRendezvous
+
+_LEAST_BYTES = {"cpu": 2**22, "cuda": 2**24}
+"""Smallest chunks that workers pass on. Smaller ones would take longer to announce than to read."""
+
+
+class _Offers:
+    """Chunks in this member's slots, offered to the members behind."""
+
+    def __init__(self, group: NixlGroup) -> None:
+        self._group = group
+        self._counts: Counter[int] = Counter()  # chunks offered to each member
+        self._due: list[dict[int, int]] = [{} for _ in range(SLOTS)]  # the count of a slot's chunk, for each member
+
+    def add(self, slot: int, members: Sequence[int]) -> None:
+        """Tell members of a chunk in a slot."""
+        for member in members:
+            self._counts[member] += 1
+            still_open(self._group.agent).tell(self._group.peers[member], self._counts[member])
+        self._due[slot] = {member: self._counts[member] for member in members}
+
+    def late(self, slot: int) -> list[str]:
+        """Return the names of members yet to read the chunk in a slot."""
+        counts = still_open(self._group.agent).counts()
+        due = [(self._group.peers[member], count) for member, count in self._due[slot].items()]
+        return [peer.member for peer, count in due if counts[peer.agent] < count]
+
+
+class NixlTransport(Transport):
+    """The trainer's end."""
+
+    def __init__(self, name: str = "nixl") -> None:
+        self.name = name
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rendezvous: TcpRendezvous | None = None  # rank 0: until the group has it
+        self._group: NixlGroup | None = None
+        self._names: list[str] = []
+        self._sender: _Sender | None = None
+
+    def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
+        members = [*ranks, *workers]
+        self._names = [member.peer for member in members]
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._rendezvous = TcpRendezvous(host)
+        place = [self._rendezvous.host, self._rendezvous.port, self._rendezvous.name]
+        common = {"place": place, "size": len(members), "backend": os.environ.get(BACKEND, "UCX")}
+        return [{**common, "rank": number} for number in range(len(members))]
+
+    def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
+        self._group = meet(self._group, invitation, device, deadline, self._rendezvous, self._names)
+        self._rendezvous = None
+
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+        self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
+        return route_chains(request)
+
+    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+        ranks = self._ranks = update.ranks
+        self._sender = None  # free the old slots first
+        self._sender = sender = _Sender(plan, tensors, ranks.rank, still_open(self._group), ranks.size)
+        endpoints = [Endpoint() for _ in range(plan.workers)]
+        for number, chain in enumerate(plan.chains):
+            firsts = [those[number].first if number in those else None for those in sender.layout]
+            if any(first is not None for first in firsts):
+                endpoints[chain.workers[0]].storages.append((ranks.rank, 0, self.name, {"firsts": firsts}))
+            if ranks.rank == 0:
+                received = receive_layout(plan, number, SLOTS)
+                for position, worker in enumerate(chain.workers):
+                    told = self._endpoint(chain, position, received)
+                    endpoints[worker] = Endpoint(endpoints[worker].storages, told.arrivals, told.fields)
+        return endpoints
+
+    def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
+        """Return the endpoint of a chain's worker, without the places of runs in the ranks' slots."""
+        members = [self._ranks.size + worker for worker in chain.workers]
+        before = sorted({rank for those in layout for rank in those})
+        if not position:
+            told = endpoint(layout, [])
+        else:  # the slots of the worker before are laid out alike
+            before = [members[position - 1]]
+            ends = [max((each.end for each in those.values()), default=0) for those in layout]
+            told = endpoint(layout, [], runs=[[[before[0], 0, end]] if end else [] for end in ends])
+        behind = members[position + 1 :][:1]
+        return Endpoint([], told.arrivals, {**told.fields, "before": before, "behind": behind})
+
+    def connect(self, deadline: Deadline) -> None:
+        if (sender := self._sender) is None:
+            return
+        group, ranks = sender.group, self._ranks
+
+        def wait(seconds: float) -> None:
+            if group.aborted.wait(seconds):
+                raise WeightSyncError("the push was aborted")
+            if ranks.rank:  # on rank 0 another thread uses these connections
+                ranks.wait(0.0)
+
+        group.share(sender.slots, [], sender.behind, wait, deadline)
+
+    def prepare_push(self, sample: int | None) -> int:
+        if self._sender is not None and self._sender.device.type == "cuda":
+            # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
+            torch.cuda.synchronize(self._sender.device)
+        return 0
+
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+        self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
+
+    def abort(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        if self._group is not None:
+            self._group.abort()
+        if self._sender is not None:
+            self._sender.packer = None
+        self._forget()
+
+
+class _Sender:
+    """One rank's slots and offers for one plan. `behind` are the first workers of its chains."""
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        tensors: LocalTensors,
+        rank: int,
+        group: NixlGroup,
+        ranks: int,
+    ) -> None:
+        self.group = group
+        self.layout = send_layout(plan, rank, SLOTS)
+        self._firsts = [ranks + chain.workers[0] for chain in plan.chains]
+        self.behind = sorted({self._firsts[chain] for those in self.layout for chain in those})
+        kinds = {each.tensor.device for each in tensors.at.values()}
+        self.device = next((kind for kind in kinds if kind.type == "cpu"), min(kinds, key=str, default=group.device))
+        nbytes = slot_bytes(self.layout)
+        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        self.packer: Packer | None = Packer(plan, tensors, self.layout, dict(enumerate(self.slots)))
+        self._offers = _Offers(group)
+
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
+        """Send as `Transport.send` does. Return the bytes offered to workers."""
+        sent_bytes = 0
+        for number in chunks:
+            slot, sections = number % SLOTS, self.layout[number]
+            if sections:
+                late, deadline = partial(self._offers.late, slot), update.deadline_after_workers()
+                wait_until(late, "read a chunk", update.wait, deadline)
+            still_open(self.packer).fill(number, sample)
+            if not sections:
+                continue
+            if self.device.type == "cuda":
+                filled = torch.cuda.current_stream(self.device).record_event()
+                late = partial(_unfinished, filled, self.device)
+                wait_until(late, "fill a slot", update.wait, update.deadline())
+            self._offers.add(slot, [self._firsts[chain] for chain in sections])
+            sent_bytes += sum(each.end - each.first for each in sections.values())
+        return sent_bytes
+
+
+def _unfinished(event: torch.cuda.Event | None, device: torch.device) -> list[str]:
+    return [f"the GPU {device}"] if event is not None and not event.query() else []
+
+
+class NixlEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's data about its transport.
+
+    runs: for each chunk, [member to read from, first byte in the slot, end].
+    before: the members to read from.
+    behind: the next member of the chain, or none.
+    """
+
+    runs: list[list[tuple[Count, Count, Count]]]
+    slot_bytes: Count
+    before: list[Count]
+    behind: list[Count]
+
+
+class NixlRow(Struct, frozen=True, forbid_unknown_fields=True):
+    """The place of a worker's run in a rank's slot, for each chunk."""
+
+    firsts: list[Count | None]
+
+
+class NixlReceiver(TransportReceiver):
+    """The worker's end."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._group: NixlGroup | None = None
+        self._reader: _Reader | None = None
+        self._slots: list[torch.Tensor] = []
+
+    def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
+        self._group = meet(self._group, invitation, self.device, deadline)
+
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+        if self._group is None:
+            raise ProtocolError("Connect came without an invitation in PlanRequest")
+        told, rows = typed(fields, NixlEndpoint), {rank: typed(row, NixlRow).firsts for rank, _, _, row in storages}
+        if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
+            raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
+        if not {member for runs in told.runs for member, _, _ in runs}.issubset(told.before):
+            raise ProtocolError(f"the plan reads from other members than {told.before}")
+        runs = [[_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
+        self._slots = []  # free the old slots first
+        self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        self._group.share(self._slots, told.before, told.behind, wait, deadline)
+        self.waiting_for = [self._group.peers[member].member for member in (*told.before, *told.behind)]
+        self._reader = _Reader(self._group, self._slots, runs, told.behind)
+
+    def storage(self, rank: int, storage: int) -> torch.Tensor:
+        if storage not in range(len(self._slots)):
+            raise ProtocolError(
+                f"the plan reads storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
+            )
+        return self._slots[storage]
+
+    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+        reader = still_open(self._reader)
+        reader.begin(numbers)
+        for number in numbers:
+            wait_until(partial(reader.late, number), "let a chunk be read", wait, deadline())
+            yield number
+            reader.loaded(number)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        if self._reader is not None:
+            self._reader.join()
+        self._group, self._reader, self._slots = None, None, []
+
+
+class _Run(NamedTuple):
+    """Bytes of one chunk: the member to read from, and the bytes in this worker's slot and in the member's own."""
+
+    member: int
+    first: int
+    end: int
+    at: int
+
+
+def _run(rows: dict[int, list[int | None]], number: int, member: int, first: int, end: int) -> _Run:
+    """Return a run of chunk `number`. A rank's slot has its own layout, in `rows`, a worker's has the same one."""
+    if member not in rows:
+        return _Run(member, first, end, first)
+    at = rows[member][number] if number < len(rows[member]) else None
+    if at is None:
+        raise ProtocolError(f"trainer rank {member} has no part in chunk {number}, and the plan reads it there")
+    return _Run(member, first, end, at)
+
+
+class _Reader:
+    """One worker's reads of one plan. A thread reads chunks while the worker loads others.
+
+    runs: for each chunk.
+    """
+
+    def __init__(
+        self, group: NixlGroup, slots: Sequence[torch.Tensor], runs: Sequence[Sequence[_Run]], behind: Sequence[int]
+    ) -> None:
+        self._group, self._slots, self._runs, self._behind = group, slots, runs, behind
+        self._offers = _Offers(group)
+        self._counts: Counter[int] = Counter()  # chunks read of each member
+        self._read: set[int] = set()  # chunks to load, or being loaded
+        self._loads: list[torch.cuda.Event | None] = [None] * len(slots)  # the end of each slot's last load
+        self._late: list[str] = []
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        self._ended.set()
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Begin to read these chunks, in this order."""
+        self._ended.wait()  # the last push's thread may still be on its last line
+        self._ended.clear()
+        spawn("nixl", partial(self._run, [*numbers]))
+
+    def late(self, number: int) -> list[str]:
+        """Return the names of the late members of a chunk. Raise the error of its read."""
+        if self._error is not None:
+            raise self._error
+        return [] if number in self._read else self._late or ["the members before"]
+
+    def loaded(self, number: int) -> None:
+        """Note that the loading of a chunk is queued on the current stream."""
+        on_gpu = self._slots[0].is_cuda
+        self._loads[number % SLOTS] = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._read.remove(number)
+
+    def join(self) -> None:
+        """Wait for the end of the thread. The group is aborted."""
+        self._ended.wait()
+
+    def _run(self, numbers: Sequence[int]) -> None:
+        try:
+            if self._slots[0].is_cuda:
+                torch.cuda.set_device(self._slots[0].device)
+            for number in numbers:
+                slot = number % SLOTS
+                self._wait(partial(self._in_use, slot))
+                under_way: dict[_Run, Any] = {}
+                self._wait(partial(self._unread, slot, [*self._runs[number]], under_way))
+                if self._runs[number]:
+                    self._offers.add(slot, self._behind)
+                self._read.add(number)
+        except Exception as error:
+            self._error = error.with_traceback(None)  # the traceback would keep the agent
+        finally:
+            self._ended.set()
+
+    def _wait(self, late: Callable[[], list[str]]) -> None:
+        """Poll until no member is late. The worker's own wait has the deadline."""
+        pause_s = timeouts.STAGING_POLL_S
+        while names := late():
+            self._late = names
+            if self._group.aborted.wait(pause_s):
+                raise WeightSyncError("the transport was closed while it was in use")
+            pause_s = min(2 * pause_s, timeouts.STAGING_LONGEST_POLL_S)
+
+    def _in_use(self, slot: int) -> list[str]:
+        """Return the names of members yet to read, or to load, a slot's last chunk."""
+        if any(number % SLOTS == slot for number in [*self._read]):
+            return ["this worker"]
+        return [*_unfinished(self._loads[slot], self._slots[slot].device), *self._offers.late(slot)]
+
+    def _unread(self, slot: int, waiting: list[_Run], under_way: dict[_Run, Any]) -> list[str]:
+        """Begin to read the offered runs. Return the names of members with runs yet to read."""
+        agent, peers = still_open(self._group.agent), self._group.peers
+        counts = agent.counts()
+        for run in [*waiting]:
+            peer = peers[run.member]
+            if counts[peer.agent] > self._counts[run.member]:
+                waiting.remove(run)
+                self._counts[run.member] += 1
+                room = self._slots[slot][run.first : run.end]
+                under_way[run] = agent.read(peer, slot, run.at, room, self._counts[run.member])
+        for run, read in [*under_way.items()]:
+            if agent.is_read(read, peers[run.member]):
+                del under_way[run]
+        return [peers[run.member].member for run in (*waiting, *under_way)]
+
+
+ENDS = NixlTransport, NixlReceiver

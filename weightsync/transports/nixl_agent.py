@@ -1,0 +1,244 @@
+"""This process's NIXL agent: registered memory that other agents read, and reads of theirs.
+
+NIXL is NVIDIA's library for one-sided transfers. Its UCX backend takes InfiniBand, RoCE, CUDA IPC, shared memory or
+TCP, whatever the two processes have in common. An agent with another agent's metadata can read the other agent's
+registered memory. So metadata is a secret between a trainer and its engines.
+
+Agents tell each other counts, in notifications of NIXL's. A count only grows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module, metadata
+from typing import Any
+
+import torch
+from msgspec import Struct
+
+from weightsync.errors import ConfigError, PeerError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.planning.layout import Count
+
+BACKEND = "WEIGHTSYNC_NIXL_BACKEND"
+"""The environment variable with the name of NIXL's backend. UCX without it."""
+PIECE_BYTES = 2**22
+"""Most bytes of one descriptor. UCX reads one of 64 MiB at a third of the speed of sixteen in one list."""
+_PROGRESS_US = 100
+"""Pause of an agent's own thread between two looks at its peers. Without it the thread takes a core, even when idle."""
+_INSTALL = 'install it beside the trainer and beside the engine: pip install "weightsync[nixl]"'
+
+
+class AgentAddress(Struct, frozen=True, array_like=True):
+    """An agent's address: for reads of its slots, or for counts alone.
+
+    agent: the agent's name. `member` is its member's, for errors. Rank 0 fills it in.
+    metadata: NIXL's description of the agent. For counts alone it has no registered memory.
+    gpu: the number of the slots' GPU in the agent's process. None: they lie in a CPU's memory.
+    slots: the slots' addresses.
+    """
+
+    agent: str
+    member: str
+    metadata: bytes
+    gpu: Count | None
+    slots: list[Count]
+
+
+def load_nixl() -> Any:
+    """Import NIXL.
+
+    Raises:
+        ConfigError: NIXL is missing, or its packages are of several versions.
+    """
+    raises = logging.raiseExceptions
+    try:
+        nixl = import_module("nixl")
+    except ImportError as error:
+        raise ConfigError(f'transport="nixl" needs NIXL, and it cannot be imported ({error}): {_INSTALL}') from error
+    finally:
+        logging.raiseExceptions = raises  # NIXL's import changes it for the whole process
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # its steps would go to the program's standard output
+    return nixl
+
+
+def nixl_version() -> str:
+    """Return the version of NIXL. Raises `ConfigError` as `load_nixl` does."""
+    packages = "nixl", load_nixl()._pkg.__name__.replace("_", "-")
+    found = {name: metadata.version(name) for name in packages}
+    if len({*found.values()}) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in found.items())
+        raise ConfigError(f"NIXL's packages are of two versions, {both}. Remove both, and {_INSTALL}")
+    return found["nixl"]
+
+
+class Agent:
+    """One NIXL agent. Its calls wait for each other, so any thread may make them. None works after `close`.
+
+    name: a random name. Other agents know this one by it.
+    """
+
+    def __init__(self, backend: str) -> None:
+        """Start an agent with this backend of NIXL's. Raises `PlacementError` if the backend does not start."""
+        self._nixl = nixl = load_nixl()
+        self.name = secrets.token_hex(8)
+        self.slots: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._reads: list[int] = []  # under way
+        self._registered: Any = None
+        config = nixl.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay, config.syncMode = True, _PROGRESS_US, nixl.NIXL_THREAD_SYNC_STRICT
+        self._agent: Any = None
+        try:
+            self._agent = nixl.nixlAgent(self.name, config)
+            backends = [self._agent.createBackend(backend, {})]
+            self._contact = self._agent.getLocalPartialMD(nixl.nixlRegDList(nixl.DRAM_SEG), True, backends)
+        except Exception as error:
+            self.close()
+            raise PlacementError(
+                f"NIXL's backend {backend} does not start ({type(error).__name__}: {error}). Its libraries must be "
+                f"installed, and {BACKEND} and UCX_TLS must allow one that this host has; UCX_LOG_LEVEL=info shows why"
+            ) from error.with_traceback(None)
+
+    def register(self, slots: Sequence[torch.Tensor]) -> None:
+        """Register memory for other agents' reads, and for this agent's own reads into it. Called once.
+
+        Raises:
+            PlacementError: The memory cannot be registered.
+        """
+        kept = [slot for slot in slots if slot.numel()]
+        try:
+            with self._calls("NIXL refuses"):
+                if kept:
+                    gpu = gpu_of(kept[0])
+                    rows = [(slot.data_ptr(), slot.nbytes, gpu or 0, "") for slot in kept]
+                    registered = self._nixl.nixlRegDList(self._kind(gpu), rows)
+                    self._agent.registerMem(registered, [])
+                    self._registered = registered
+                self.slots = [*slots]
+        except PeerError as error:
+            nbytes, device = sum(slot.nbytes for slot in kept), kept[0].device
+            advice = "raise the limit of locked memory (`ulimit -l unlimited`), or push smaller chunks (max_bytes)"
+            if device.type == "cuda":
+                advice = (
+                    "load the kernel module nvidia_peermem or use a driver with DMA-BUF, leave cuda_copy and cuda_ipc "
+                    f"in UCX_TLS, or {advice}"
+                )
+            raise PlacementError(f"NIXL cannot register {nbytes} bytes on {device} ({error}): {advice}") from error
+
+    def address(self) -> AgentAddress:
+        """Return this agent's address for reads of the slots."""
+        with self._calls("NIXL does not describe this process"):
+            told = self._agent.getLocalMD()
+        gpu = gpu_of(self.slots[0]) if self.slots else None
+        return AgentAddress(self.name, "", told, gpu, [slot.data_ptr() for slot in self.slots])
+
+    def contact(self) -> AgentAddress:
+        """Return this agent's address for counts alone. It opens no memory."""
+        return AgentAddress(self.name, "", self._contact, None, [])
+
+    def add(self, peer: AgentAddress) -> None:
+        """Take note of another agent."""
+        with self._calls(f"{peer.member}'s NIXL agent is not understood"):
+            name = self._agent.loadRemoteMD(peer.metadata)
+        if name not in (peer.agent, peer.agent.encode()):
+            raise ProtocolError(f"the metadata of {peer.member}'s NIXL agent is of another agent")
+
+    def tell(self, peer: AgentAddress, count: int) -> None:
+        """Tell another agent a count. Raises `PeerError` if the other agent has gone."""
+        with self._calls(f"{peer.member} cannot be told of a chunk"):
+            self._agent.genNotif(peer.agent, b"%d" % count)
+
+    def counts(self) -> Counter[str]:
+        """Return the last count of each other agent, by the agent's name."""
+        with self._calls("NIXL has lost its notifications"):
+            for name, counts in self._agent.getNotifs({}, []).items():
+                self._counts[name] = max(self._counts[name], *map(int, counts))
+        return self._counts
+
+    def read(self, peer: AgentAddress, slot: int, at: int, room: torch.Tensor, count: int) -> int:
+        """Begin to read bytes of another agent's slot. Tell it the count once they are read.
+
+        Some of UCX's ways read before this returns.
+
+        Args:
+            peer: The other agent.
+            slot: The number of its slot.
+            at: The first byte in its slot.
+            room: The bytes of a slot of this agent's to read into.
+            count: The count.
+
+        Returns:
+            The read, for `is_read`.
+
+        Raises:
+            PeerError: The other agent has gone.
+        """
+        note = b"%d" % count
+        here = self._descriptors(room.data_ptr(), room.nbytes, gpu_of(room))
+        there = self._descriptors(peer.slots[slot] + at, room.nbytes, peer.gpu)
+        with self._calls(f"{peer.member}'s memory cannot be read"):
+            read: int = self._agent.createXferReq(self._nixl.NIXL_READ, here, there, peer.agent, note, [])
+            self._reads.append(read)
+            self._agent.postXferReq(read, note)
+        return read
+
+    def is_read(self, read: int, peer: AgentAddress) -> bool:
+        """Return whether a read has ended. Raises `PeerError` if it has failed."""
+        with self._calls(f"{peer.member}'s memory cannot be read"):
+            state = self._agent.getXferStatus(read)
+            if state == self._nixl.NIXL_IN_PROG:
+                return False
+            self._reads.remove(read)
+            self._agent.releaseXferReq(read)
+        if state != self._nixl.NIXL_SUCCESS:
+            raise PeerError(f"a read of {peer.member}'s memory ended with {state}")
+        return True
+
+    def close(self) -> None:
+        """End reads under way, and close the slots to other agents. May be called again."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            for read in self._reads:
+                with suppress(Exception):  # NIXL cannot cancel it: the agent's end will
+                    agent.releaseXferReq(read)
+            self._reads.clear()
+            if self._registered is not None:
+                with suppress(Exception):
+                    agent.deregisterMem(self._registered, [])
+            self._registered, self.slots = None, []
+
+    @contextmanager
+    def _calls(self, what: str) -> Iterator[None]:
+        """Make calls of the agent in the body. NIXL's errors become `PeerError`s, which begin with `what`."""
+        with self._lock:
+            if self._agent is None:
+                raise WeightSyncError("the transport was closed while it was in use")
+            try:
+                yield
+            except WeightSyncError:
+                raise
+            except Exception as error:
+                # Not with its traceback: that keeps NIXL's agent, and so the peer's way into this memory.
+                raise PeerError(f"{what}: {type(error).__name__}: {error}") from error.with_traceback(None)
+
+    def _descriptors(self, address: int, nbytes: int, gpu: int | None) -> Any:
+        """Return NIXL's descriptors of these bytes, in pieces."""
+        firsts = range(0, nbytes, PIECE_BYTES)
+        rows = [(address + at, min(PIECE_BYTES, nbytes - at), gpu or 0) for at in firsts]
+        return self._nixl.nixlXferDList(self._kind(gpu), rows)
+
+    def _kind(self, gpu: int | None) -> Any:
+        return self._nixl.DRAM_SEG if gpu is None else self._nixl.VRAM_SEG
+
+
+def gpu_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of a tensor's GPU. None: it lies in a CPU's memory."""
+    return tensor.get_device() if tensor.is_cuda else None
