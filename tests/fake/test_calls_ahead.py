@@ -115,6 +115,34 @@ def test_a_refusal_before_go_leaves_the_engine_as_it_was(engine: QueueingEngine,
     assert sync.push(model).version == 2
 
 
+def test_a_cache_is_searched_before_go_and_cleared_after_it(engine: QueueingEngine, pushed: Any) -> None:
+    sync, _ = pushed
+    receiver, steps = engine.sessions[0].receiver, list[tuple[str, str]]()
+
+    def search() -> Callable[[], bool]:
+        steps.append(("search", receiver.state))
+        return lambda: bool(steps.append(("clear", receiver.state)))
+
+    engine.hosts[0].search_kv_cache = search
+    sync.push(trainer_model(checkpoint(3)))  # it has moved: the update is opened twice
+    assert steps == [("search", CLEAN), ("search", CLEAN), ("clear", POISONED)]
+
+
+def test_a_worker_that_cannot_begin_a_push_leaves_the_engine_as_it_was(engine: QueueingEngine, pushed: Any) -> None:
+    sync, model = pushed
+
+    def refuse() -> Callable[[], bool]:
+        raise EngineError("a kernel has changed")
+
+    search, engine.hosts[0].search_kv_cache = engine.hosts[0].search_kv_cache, refuse
+    with pytest.raises(EngineError, match="a kernel has changed"):
+        sync.push(model)
+    assert engine.log == ["stamp POISONED", "start", "finish", "stamp 1"]
+    assert (engine.has(2), engine.sessions[0].receiver.state) == (True, CLEAN)
+    engine.hosts[0].search_kv_cache = search
+    assert sync.push(model).version == 2
+
+
 def test_a_mark_that_fails_stops_the_push_before_go(engine: QueueingEngine, pushed: Any) -> None:
     sync, model = pushed
     engine.refuses = "set_version"

@@ -92,8 +92,8 @@ class ModuleHost:
         self.refreshed += 1
         return False
 
-    def clear_kv_cache(self) -> bool:
-        return False
+    def search_kv_cache(self) -> Callable[[], bool]:
+        return lambda: False
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.no_grad()

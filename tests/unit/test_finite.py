@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightsync.kernels.finite import find_non_finite
-from weightsync.vllm.kv_cache import clear_non_finite, last_layers
+from weightsync.vllm.kv_cache import begin_search, last_layers
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -75,11 +75,11 @@ def test_a_cache_is_cleared_where_the_last_layer_shows_nan():
         layers: dict[str, Any] = {f"model.layers.{i}.attn": Layer(blocks()) for i in range(12)}
     models = [model_of(layers)]
     layers["model.layers.0.mlp"] = nn.Linear(2, 2)  # not every layer has a cache
-    assert not clear_non_finite(layers, last_layers(layers, models))
+    assert not begin_search(layers, last_layers(layers, models))()
     assert set(holds({k: v for k, v in layers.items() if "attn" in k}).values()) == {1.0}
     with torch.inference_mode():
         layers["model.layers.11.attn"].kv_cache[2, 1, 3] = float("nan")
-    assert clear_non_finite(layers, last_layers(layers, models))
+    assert begin_search(layers, last_layers(layers, models))()
     assert set(holds({k: v for k, v in layers.items() if "attn" in k}).values()) == {0.0}
 
 
@@ -91,7 +91,7 @@ def test_all_that_the_last_layers_cache_is_looked_at(bad: str):
     layers = own | drafter
     cache = layers[bad].kv_cache
     (cache if isinstance(cache, torch.Tensor) else cache[0])[0, 0, 0] = float("inf")
-    assert clear_non_finite(layers, last_layers(layers, [model_of(own), model_of(drafter)]))
+    assert begin_search(layers, last_layers(layers, [model_of(own), model_of(drafter)]))()
     assert set(holds(layers).values()) == {0.0}
 
 
@@ -103,7 +103,7 @@ def test_state_of_recurrent_layers_and_shared_memory_are_cleared():
         "layers.2.attn": Layer(raw[256:].view(4, 64), shares="layers.0.attn"),  # it stores nothing
     }
     layers["layers.1.mixer"].kv_cache[1][0] = float("nan")
-    assert clear_non_finite(layers, last_layers(layers, [model_of(layers)]))
+    assert begin_search(layers, last_layers(layers, [model_of(layers)]))()
     assert set(holds(layers).values()) == {0.0}
     assert not raw.any()
 
@@ -115,10 +115,10 @@ def test_state_of_recurrent_layers_and_shared_memory_are_cleared():
 def test_a_cache_of_8_bits(dtype: torch.dtype, byte: int, is_cleared: bool):
     cache = torch.full((4, 8), byte, dtype=torch.uint8)
     layers: dict[str, Any] = {"layers.0.attn": Layer(cache.view(dtype))}
-    assert clear_non_finite(layers, last_layers(layers, [model_of(layers)])) is is_cleared
+    assert begin_search(layers, last_layers(layers, [model_of(layers)]))() is is_cleared
     assert bool(cache.any()) is not is_cleared
 
 
 def test_an_engine_without_a_cache():
     layers: dict[str, Any] = {"layers.0.attn": Layer(torch.empty(0)), "layers.1.attn": Layer(None)}
-    assert not clear_non_finite(layers, last_layers(layers, [model_of(layers)]))
+    assert not begin_search(layers, last_layers(layers, [model_of(layers)]))()

@@ -8,13 +8,13 @@ prefix cache does not clear the blocks.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightsync.kernels.finite import find_non_finite
+from weightsync.kernels import finite
 
 _LAYER = re.compile(r".*\.\d+(?=\.)")
 _AT_ONCE_BYTES = 1 << 26
@@ -33,23 +33,29 @@ def last_layers(layers: Mapping[str, Any], models: Sequence[nn.Module]) -> list[
     return [name for model in models for name in _last_of(model, layers, cached)]
 
 
-def clear_non_finite(layers: Mapping[str, Any], last: Sequence[str]) -> bool:
-    """Clear the cache of all `layers` if a cache of the `last` ones is not finite. Return whether it was cleared.
+def begin_search(layers: Mapping[str, Any], last: Sequence[str]) -> Callable[[], bool]:
+    """Queue a search of the caches of the `last` layers on their GPU. Return a function to call before the next step.
+
+    If such a cache is not finite, the function clears the cache of all `layers`. It returns whether it has.
 
     NaN or infinity in a token's state persists in every following layer, so the last layer shows it.
     """
     looked_at = [tensor for name in last for tensor in _tensors(getattr(layers[name], "kv_cache", None))]
     floats = [tensor for tensor in looked_at if tensor.is_floating_point() and tensor.dtype.itemsize > 1]
     others = [tensor for tensor in looked_at if not tensor.is_floating_point() or tensor.dtype.itemsize == 1]
-    if not any(map(_may_be_non_finite, others)) and not find_non_finite(floats):
-        return False
-    cached = _cached(layers)
-    storages = {tensor.untyped_storage().data_ptr(): tensor for tensors in cached.values() for tensor in tensors}
-    for tensor in storages.values():
-        # Torch refuses writes, outside of inference mode, to a tensor made in it. This is another tensor of the same
-        # memory.
-        torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).zero_()
-    return True
+    search = finite.begin_search(floats)
+
+    def clear() -> bool:
+        if not search() and not any(map(_may_be_non_finite, others)):
+            return False
+        storages = {one.untyped_storage().data_ptr(): one for those in _cached(layers).values() for one in those}
+        for tensor in storages.values():
+            # Torch refuses writes, outside of inference mode, to a tensor made in it. This is another tensor of the
+            # same memory.
+            torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).zero_()
+        return True
+
+    return clear
 
 
 def _cached(layers: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:

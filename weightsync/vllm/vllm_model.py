@@ -18,7 +18,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
-from weightsync.vllm.kv_cache import clear_non_finite, last_layers
+from weightsync.vllm.kv_cache import begin_search, last_layers
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
 from weightsync.worker.engine_model import DRAFTER, WorkerIdentity
@@ -191,12 +191,12 @@ class VllmModel:
                 sinks.copy_(param)
         return bool(self._attention or copied)
 
-    def clear_kv_cache(self) -> bool:
+    def search_kv_cache(self) -> Callable[[], bool]:
         if self.device.type == "cuda" and compat.kv_cache_asleep():
-            return False  # sleep has discarded the cache
+            return lambda: False  # sleep has discarded the cache
         layers = self._config.compilation_config.static_forward_context
         self._last_layers = self._last_layers or last_layers(layers, self._models)  # walk over all modules only once
-        return clear_non_finite(layers, self._last_layers)
+        return begin_search(layers, self._last_layers)
 
     def end_process(self, reason: str) -> None:
         is_own = self._config.parallel_config.distributed_executor_backend != "external_launcher"

@@ -110,11 +110,12 @@ class EngineModel(Protocol):
         The receiver calls this once all modules are loaded.
         """
 
-    def clear_kv_cache(self) -> bool:
-        """Clear the requests' cache if it holds a number that is not finite. Return whether it was cleared.
+    def search_kv_cache(self) -> Callable[[], bool]:
+        """Begin to search the requests' cache for numbers that are not finite. Writes nothing.
 
-        All requests compute their values anew after a push. NaN of earlier weights would spoil them from blocks that
-        requests fill only in part.
+        Returns a function that clears a cache with such numbers, and returns whether it has. Call it before the next
+        step of the engine. All requests compute their values anew after a push. NaN of earlier weights would spoil them
+        from blocks that requests fill only in part.
         """
 
     def end_process(self, reason: str) -> None:

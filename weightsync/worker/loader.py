@@ -64,6 +64,7 @@ class Receiver:
         self._plan: _BoundPlan | None = None
         self._is_exported = False
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
+        self._clear_kv_cache: Callable[[], bool] | None = None  # between `begin_push` and `run`
         self.loaded: Done | None = None
         """The outcome of a loaded push that awaits its commit."""
 
@@ -181,8 +182,19 @@ class Receiver:
             take_back(storage)
             del self._exported[number]
 
+    def begin_push(self) -> None:
+        """Check the engine's kernels, and begin to search its KV cache, before a push. Writes nothing.
+
+        Raises:
+            UnsupportedError: A kernel has changed since `make_plan`.
+        """
+        if self._planner is not None:
+            with self._model.scope():
+                self._planner.kernels.check()
+                self._clear_kv_cache = self._model.search_kv_cache()
+
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
-        """Run one whole push. With exported parameters, only check it: the trainer has written them itself.
+        """Run one whole push, after `begin_push`. With exported parameters, only check it: the trainer wrote there.
 
         Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
         stays so if this raises.
@@ -193,7 +205,9 @@ class Receiver:
             raise ProtocolError(
                 f"version {go.version} is not newer than {self.version}, the version of this engine: versions only grow"
             )
-        self._planner.kernels.check()
+        if self._clear_kv_cache is None:
+            self.begin_push()
+        clear, self._clear_kv_cache = self._clear_kv_cache, None
         self.state, self.loaded = POISONED, None
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
@@ -208,7 +222,7 @@ class Receiver:
             # The GPU may copy on meanwhile.
             started = time.perf_counter()
             self._check_addresses()
-            if self._model.clear_kv_cache():
+            if clear is not None and clear():
                 logger.warning("cleared the KV cache: weights before version %d have left NaN in it", go.version)
             checked = time.perf_counter()
             if self._plan is not None:
@@ -244,7 +258,7 @@ class Receiver:
 
     def disconnect(self) -> None:
         """Unmap memory, leave connections, and forget a push under way. `state` does not change."""
-        self._plan, self._is_exported, self.loaded = None, False, None
+        self._plan, self._is_exported, self.loaded, self._clear_kv_cache = None, False, None, None
         if self._source is not None:
             self._source.close()
             self._source = None

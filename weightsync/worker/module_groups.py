@@ -117,8 +117,7 @@ class LiveTensor(NamedTuple):
 
     def is_kept(self) -> bool:
         """Return whether the tensor still has its address."""
-        slots: dict[str, torch.Tensor | None] = {**self.module._parameters, **self.module._buffers}
-        tensor = slots.get(self.key)
+        tensor = self.module._parameters.get(self.key, self.module._buffers.get(self.key))
         return tensor is not None and tensor.data_ptr() == self.address
 
 

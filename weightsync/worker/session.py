@@ -332,6 +332,7 @@ class WorkerSession:
                 self._mapped_by = set(message.processes)
                 return ParametersExported(self.engine_instance, *exported)
             case Ready():
+                self.receiver.begin_push()
                 return Ready()
             case Go():
                 # A worker times out after ranks waiting for ranks and before ranks waiting for workers: it knows the
