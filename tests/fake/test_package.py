@@ -22,6 +22,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 TOP_LEVEL = {
     ".ci",
+    ".dockerignore",
     ".github",
     ".gitignore",
     ".pre-commit-config.yaml",
