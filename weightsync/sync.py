@@ -76,9 +76,9 @@ class WeightSync:
 
     Args:
         backend: "fsdp" (FSDP2, FSDP1, DDP, plain modules), "deepspeed" (ZeRO 0 to 3), "megatron" (a Megatron-core
-            `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor).
-            `MegatronBackend(...)` and `StreamBackend(...)` are "megatron" and "stream" with options. A `ShardSource`
-            works too.
+            `GPTModel` or the list of its chunks), "stream" (pairs of a checkpoint name and a whole tensor, or vLLM's
+            `WeightSource`). `MegatronBackend(...)` and `StreamBackend(...)` are "megatron" and "stream" with options. A
+            `ShardSource` works too.
         transport: "ipc" (engines on this host), "broadcast" or "nixl" (any host). "cuda_ipc" and "nccl" are "ipc" and
             "broadcast" for GPU tensors alone. `CheckpointTransport(folder)` also keeps a checkpoint of each version.
             "lora", or `LoraTransport(...)`, pushes a LoRA adapter alone, under a new name each time. "single_copy", or
@@ -197,7 +197,7 @@ class WeightSync:
         Args:
             model: The model. With backend="stream" the stream of this push: a list, a dict, a function that returns an
                 iterable, or an iterator. Rank 0's stream is sent. Other ranks give None, or the same stream if reading
-                it runs collectives.
+                it runs collectives. Of vLLM's `WeightSource`, every rank gives its own.
             version: A number greater than every earlier version of the engines, other trainers' included. None: the
                 next.
             label: A value that engines report in place of the version, such as the trainer's step. It may repeat.

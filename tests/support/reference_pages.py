@@ -54,6 +54,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     "weightsync.tools.testing": (),
     "weightsync.hybrid": (),
     "weightsync.integrations.trl": ("PushCallback", "Transfer", "attach", "no_communicator"),
+    "weightsync.integrations.vllm_trainer": ("WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"),
     "weightsync.integrations.verl": ("WeightSyncCheckpointEngine",),
     "weightsync.integrations.verl_trainer": (
         "ColocateAsyncTrainer",

@@ -133,7 +133,12 @@ TRITON = [f"weightsync.kernels.{name}_triton" for name in ("copies", "digest", "
 
 # A foreign package is imported in one room only; those of trainers also where a benchmark builds trainers of its own.
 ROOM = {
-    "vllm": ["weightsync.vllm", "weightsync.tools.bench.engines", "weightsync.tools.bench.peers"],
+    "vllm": [
+        "weightsync.vllm",
+        "weightsync.integrations.vllm_trainer",
+        "weightsync.tools.bench.engines",
+        "weightsync.tools.bench.peers",
+    ],
     "deepspeed": ["weightsync.sources.deepspeed", "weightsync.tools.bench.models"],
     "megatron": ["weightsync.sources.megatron", "weightsync.tools.bench.models"],
     "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", *VERL[:2]],

@@ -21,9 +21,18 @@ from weightsync.selection import TensorSelection
 if TYPE_CHECKING:
     import torch
 
+
+class DeclaredTensors(Protocol):
+    """vLLM's `WeightSource`, as of 0.33: it need not be iterable itself."""
+
+    @property
+    def metadata(self) -> Any:
+        """The `ParamMeta` objects of all tensors, or a function that returns them."""
+
+
 Pairs: TypeAlias = "Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor]"
 """Checkpoint names and whole tensors, one pair after the other."""
-Model: TypeAlias = "nn.Module | Sequence[nn.Module] | Pairs | Callable[[], Pairs] | None"
+Model: TypeAlias = "nn.Module | Sequence[nn.Module] | Pairs | Callable[[], Pairs] | DeclaredTensors | None"
 """The argument of `push`: one module, the chunks of a pipeline rank in their order, or a stream."""
 Barrier: TypeAlias = "Callable[[], None]"
 """A function that returns once every trainer rank has called it. It raises if a rank has failed."""

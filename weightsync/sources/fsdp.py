@@ -111,12 +111,24 @@ def _sharded_parts(tensor: DTensor, local: torch.Tensor) -> list[tuple[Box, torc
             cuts[placement.dim].append(Cut(chunks, index))
         elif not isinstance(placement, Replicate):
             raise UnsupportedError(f"it is placed as {placement!r}, expected Shard or Replicate; redistribute it first")
-    ranges = [held_ranges(length, dim_cuts) for length, dim_cuts in zip(tensor.shape, cuts, strict=True)]
+    try:
+        return cut_parts(tuple(tensor.shape), cuts, local)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error.message}: {tensor.placements} on a mesh of {tuple(mesh.shape)}") from None
+
+
+def cut_parts(
+    shape: Sequence[int], cuts: Sequence[Sequence[Cut]], local: torch.Tensor
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return the regions of a tensor of `shape` that are left after each dimension's `cuts`, as views of `local`.
+
+    Raises `UnsupportedError` if `local` has not their shape.
+    """
+    ranges = [held_ranges(length, dim_cuts) for length, dim_cuts in zip(shape, cuts, strict=True)]
     expected = tuple(sum(size for _, size in dim_ranges) for dim_ranges in ranges)
     if expected != tuple(local.shape):
         raise UnsupportedError(
-            f"its shard on this rank has shape {tuple(local.shape)}, but {tensor.placements} of {tuple(tensor.shape)} "
-            f"on a mesh of {tuple(mesh.shape)} gives {expected}"
+            f"its shard on this rank has shape {tuple(local.shape)}, and that of {tuple(shape)} has {expected}"
         )
     parts = []
     for region in product(*(_with_local_start(dim_ranges) for dim_ranges in ranges)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +22,13 @@ from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, Model, Reading, TensorShard, dtype_name
+from weightsync.sources.declared import declared, has_shards, held_names, is_declared, local_shards, whole_tensors
 from weightsync.sources.module import ON_META, readable
 
 logger = logging.getLogger(__name__)
 
-_Arrival = tuple[TensorMeta, torch.Tensor]
+_Arrival = tuple[TensorMeta, torch.Tensor | None]
+"""A tensor of the stream. None: this rank's `WeightSource` does not hold it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class StreamSource:
     `tensors` are as for `StreamBackend`, and `ranks` as for `WeightSync`.
 
     Rank 0's tensors travel. Another rank gives the same stream or None. Its stream is advanced with rank 0's, and its
-    tensors are dropped.
+    tensors are dropped. vLLM's `WeightSource` is a stream too. Each rank gives its own, and the tensors or shards that
+    it holds travel.
 
     Streams of lists and dicts may differ from push to push. Any other stream must give the same names, shapes and
     dtypes as the first. `read` finds a first tensor that differs, and `gather` any later one. A tensor must keep its
@@ -78,6 +81,7 @@ class StreamSource:
     def close(self) -> None:
         self._known: list[TensorMeta] = []
         self._places: dict[str, int] = {}
+        self._held: Collection[str] = ()
         self._reading: Reading | None = None
         self._device: torch.device | None = None
         self._kept: deque[_Arrival] | None = None
@@ -92,7 +96,13 @@ class StreamSource:
 
     def read(self, model: Model) -> Reading:
         self._forget_run()
-        self._learn(model)
+        if has_shards(model):
+            return local_shards(model, self._rank(), self.selection)
+        if is_declared(model):
+            known = [meta for meta in declared(model) if not self.selection.excludes(meta.name)]
+            self._know(known, held_names(model, self._rank()))
+        else:
+            self._learn(model)
         if self._kept is not None:
             coming, self._kept = _all_of(self._kept), None
         else:
@@ -100,12 +110,12 @@ class StreamSource:
         first = next(coming, None)
         if first is not None:
             self._check(first[0], 0)
-            self._device = self._device or first[1].device
+            self._device = self._device or _device_of(first[1])
             self._coming = _all_of(deque([first]), coming)
-        elif self._is_first():
+        elif self._held:
             raise ManifestError("the stream gives no tensors", missing=list(self._places))
         if self._reading is None:
-            self._reading = Reading(Manifest(tuple(self._known)), self._stand_ins() if self._is_first() else [])
+            self._reading = Reading(Manifest(tuple(self._known)), self._stand_ins())
         return self._reading
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
@@ -126,18 +136,19 @@ class StreamSource:
                 return
             self._check(arrival[0], self._at)
             self._at += 1
-            if names and self._is_first():
+            if names and arrival[1] is not None and arrival[0].name in self._held:
                 self._arrived[arrival[0].name] = arrival[1]
 
-    def _is_first(self) -> bool:
-        return place_among(self._ranks)[0] == 0
+    def _rank(self) -> int:
+        return place_among(self._ranks)[0]
 
     def _stand_ins(self) -> list[TensorShard]:
-        """Return the shards of the known tensors. `gather` fetches their values."""
+        """Return the shards of the tensors that this rank holds. `gather` fetches their values."""
         empty = {
             meta.dtype: torch.empty((), dtype=getattr(torch, meta.dtype), device=self._device) for meta in self._known
         }
-        views = [(meta, Box.full(meta.shape), empty[meta.dtype].expand(meta.shape)) for meta in self._known]
+        held = [meta for meta in self._known if meta.name in self._held]
+        views = [(meta, Box.full(meta.shape), empty[meta.dtype].expand(meta.shape)) for meta in held]
         return [TensorShard(*view, compute=partial(self._value, view[0].name)) for view in views]
 
     def _value(self, name: str) -> torch.Tensor:
@@ -169,8 +180,8 @@ class StreamSource:
                     raise ManifestError(f"the stream gives {meta.name} twice", mismatched={meta.name: "given twice"})
                 names.add(meta.name)
                 known.append(meta)
-                self._device = self._device or tensor.device
-                if kept is not None and self._is_first():
+                self._device = self._device or _device_of(tensor)
+                if kept is not None and tensor is not None and self._rank() == 0:
                     kept.append((meta, tensor.to("cpu", copy=True)))
             if kept:
                 logger.warning(
@@ -179,8 +190,12 @@ class StreamSource:
                     format_bytes(sum(meta.nbytes for meta in known)),
                 )
             self._kept = kept
-        if known != self._known:
-            self._known, self._reading = known, None
+        self._know(known, [meta.name for meta in known] if self._rank() == 0 else ())
+
+    def _know(self, known: list[TensorMeta], held: Collection[str]) -> None:
+        """Take the stream's tensors, and the names that this rank gives."""
+        if known != self._known or held != self._held:
+            self._known, self._held, self._reading = known, held, None
             self._places = {meta.name: at for at, meta in enumerate(known)}
 
     def _pairs(self, stream: Any) -> Iterator[_Arrival]:
@@ -190,14 +205,27 @@ class StreamSource:
                 'backend="stream" takes (name, tensor) pairs, got a module: push model.state_dict(), or choose its '
                 'trainer\'s backend, such as "fsdp"'
             )
-        given = stream() if callable(stream) else () if stream is None else stream
+        if declares := is_declared(stream):
+            given: Any = whole_tensors(stream, self._rank())
+        else:
+            given = stream() if callable(stream) else () if stream is None else stream
         for pair in given.items() if isinstance(given, Mapping) else given:
             match pair:
                 case (str(name), torch.Tensor() as tensor):
                     if not self.selection.excludes(name):
                         yield _arrival(name, tensor)
+                case (str(name), None) if declares and name not in self._held:
+                    if (at := self._places.get(name)) is not None:
+                        yield self._known[at], None
                 case _:
                     raise ConfigError(f"the stream gives a {type(pair).__name__}, expected pairs of name and tensor")
+
+
+def _device_of(tensor: torch.Tensor | None) -> torch.device | None:
+    """Return a tensor's device. None, for a tensor of other ranks, gives this rank's GPU, if there is one."""
+    if tensor is not None:
+        return tensor.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def _arrival(name: str, tensor: torch.Tensor) -> _Arrival:

@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the weight transfer backend "weightsync" and the quantisations "weightsync_int8", "weightsync_plain".
+    """Register the backend "weightsync" of engines and trainers, and "weightsync_int8" and "weightsync_plain".
+
+    The last two are quantisations.
 
     May be called any number of times.
     """
@@ -27,6 +29,13 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.engine", "WeightSyncEngine")
     except Exception:
         logger.debug("registered already, or this vLLM has no weight transfer engines", exc_info=True)
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        trainer = "weightsync.integrations.vllm_trainer", "WeightSyncTrainerEngine"
+        WeightTransferTrainerFactory.register_engine(BACKEND, *trainer)
+    except Exception:
+        logger.debug("registered already, or this vLLM has no interface for trainers", exc_info=True)
     try:
         from weightsync.vllm.quant_schemes import register as register_quantisations
 
