@@ -58,7 +58,7 @@ class MemoryFingerprint:
         runs, turns = self._runs[rank], self._turns[rank]
         if sample == WHOLE:
             return runs
-        return [_block(run, sample + at) for at, run in enumerate(runs) if (at + sample) % turns == 0]
+        return [_block(runs[at], sample + at) for at in range(-sample % turns, len(runs), turns)]
 
 
 def _block(run: torch.Tensor, number: int) -> torch.Tensor:
