@@ -21,7 +21,7 @@ from weightsync.vllm import serve
     ("arguments", "words"),
     [
         (["--help"], ["weightsync demo", "weightsync plan ", "weightsync bench", "weightsync doctor", "Exit status"]),
-        (["demo", "--help"], ["--transport {ipc,broadcast}", "--steps", "--layers"]),
+        (["demo", "--help"], ["--transport {ipc,broadcast,nixl}", "--steps", "--layers"]),
         (
             ["plan", "--help"],
             ["MODEL_DIR", "--tp", "--expert-parallel", "--bucketer", "--max-bytes", "--dtype", "--all", "--simulate"],
@@ -177,8 +177,8 @@ def test_plan_predicts_a_push_on_other_machines(capsys):
     assert rows[0] == ["GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part"]
     assert rows[1] == ["8", "1", "8", "1 x TP=8", "256 MiB", "ipc", "22 ms", "8 ms", "peer copy, 64%"]
     impossible = ["-", "-", "not possible: ipc needs trainer and engine on one host"]
-    assert rows[4] == ["64", "8", "32", "4 x TP=8", "256 MiB", "ipc", *impossible]
-    assert len(rows) == 1 + 2 * 3
+    assert rows[5] == ["64", "8", "32", "4 x TP=8", "256 MiB", "ipc", *impossible]
+    assert len(rows) == 1 + 2 * 4
     assert {line.index("  not possible") for line in lines if "not possible" in line} == {lines[2].index("  longest")}
 
 

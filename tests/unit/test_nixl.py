@@ -12,6 +12,7 @@ import torch
 
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.net.runtime import Deadline
+from weightsync.tools.nixl_reads import read_speed, way_of_reads
 from weightsync.transports import nixl_agent
 from weightsync.transports.nixl import NixlReceiver
 from weightsync.transports.nixl_agent import PIECE_BYTES, Agent, AgentAddress
@@ -175,3 +176,28 @@ def test_memory_that_cannot_be_registered_says_what_to_do(
     slot.device = torch.device(device)
     with pytest.raises(PlacementError, match=f"cannot register 8 bytes on {device} .*NIXL_ERR_BACKEND.*{words}"):
         agents[0].register([slot])
+
+
+UCX_LOG = """\
+[1.0] [host:1:0]   | a1 self cfg#0 remote memory write by ucp_put* from host memory to host |
+[1.0] [host:1:0]   | 0..inf | zero-copy | rc_mlx5/mlx5_9:1 |
+[1.0] [host:1:0]   | remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda |
+[1.0] [host:1:0]   | Range        | Description | Config |
+[1.0] [host:1:0]   | 0..4095      | copy-out    | rc_mlx5/mlx5_0:1 |
+[1.0] [host:1:0]   | 4096..inf    | zero-copy   | 50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1 |
+[1.0] [host:1:0]   | a1 self cfg#0 active message by ucp_am_send* from host memory |
+[1.0] [host:1:0]   | 0..inf | short | tcp/lo |
+"""
+
+
+def test_way_of_large_reads_is_read_in_the_log_of_ucx():
+    assert way_of_reads(UCX_LOG) == "zero-copy by 50% on rc_mlx5/mlx5_0:1 and 50% on rc_mlx5/mlx5_1:1"
+    assert way_of_reads("") == "an unknown way"
+
+
+def test_reads_between_two_processes_have_a_speed_and_a_way(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    speed, way = read_speed(CPU, CPU)
+    assert speed > 0
+    assert "tcp/" in way

@@ -73,6 +73,20 @@ def test_ranks_send_their_parts_once_however_many_engines_there_are():
     assert least[FIRST] == pytest.approx(2 * (200 << 20) / 50e9)
 
 
+def test_one_sided_reads_pack_the_first_chunk_and_notice_each():
+    found = parts(10**10, "nixl", "hosts=4,ranks=1,engines=3,tp=1,read=40,device_copy=1000,notice_s=0.0002")
+    reading = {"reading along chains": 0.25, FIRST: 2 * 0.25 / 64}
+    assert found == pytest.approx({**reading, "notices of chunks": 64 * 0.0002, "packing the first chunk": 0.01 / 64})
+    one_host = parts(10**10, "nixl", "gpus_per_host=2,ranks=1,engines=1,tp=1,peer_copy=400")
+    assert one_host["reading along chains"] == pytest.approx(0.025)
+
+
+def test_engines_on_the_ranks_gpus_are_possible_over_nixl():
+    predictions = {each.transport: each.impossible for each in predict(10**9, Topology.parse("ranks=8,tp=8"))}
+    assert predictions["nixl"] is None
+    assert "do not find a place" in str(predictions["broadcast"])
+
+
 def test_deltas_take_the_longest_of_link_encoding_and_decoding():
     topology = "hosts=2,gpus_per_host=1,ranks=1,engines=1,tp=1,network=0.025,chunk_mib=1"
     assert "deltas" not in [each.transport for each in predict(10**9, Topology.parse(topology))]

@@ -102,7 +102,7 @@ def _add_demo(commands: Commands) -> None:
         "Both must give the same token ids and log-probabilities. Uses GPUs where there are any. Example: weightsync "
         "demo --transport broadcast",
     )
-    demo.add_argument("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
+    demo.add_argument("--transport", choices=("ipc", "broadcast", "nixl"), default="ipc", help="default: ipc")
     demo.add_argument("--steps", type=int, default=3, help="how many times to train and push; default: 3")
     demo.add_argument("--layers", type=int, default=4, help="layers of the model; default: 4")
     demo.set_defaults(module="weightsync.tools.demo")
@@ -216,7 +216,7 @@ def _add_doctor(commands: Commands) -> None:
     option("--engine", metavar="URL", help="a running vLLM server; its connections are tried from both sides")
     text = "the checkpoint of --engine; for a time the engine serves other weights"
     option("--model", metavar="DIR", type=Path, help=text)
-    option("--transport", choices=("ipc", "broadcast"), default="ipc", help="default: ipc")
+    option("--transport", choices=("ipc", "broadcast", "nixl"), default="ipc", help="default: ipc")
     option("--no-engine", action="store_true", help="check the machine only")
     text = "start the engine so, compare it with a cold start too, and print its distance from an unquantised engine"
     option("--quantization", metavar="SCHEME", help=text)

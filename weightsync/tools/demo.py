@@ -36,6 +36,8 @@ _WAYS = {
     ("ipc", True): "CUDA IPC, the engine reads the trainers' memory",
     ("broadcast", False): "TCP, from the trainer to the engine",
     ("broadcast", True): "NCCL, from the trainer to the engine",
+    ("nixl", False): "NIXL, the engine reads the trainers' memory",
+    ("nixl", True): "NIXL, the engine reads the trainers' GPUs",
 }
 
 
@@ -51,12 +53,12 @@ class Layout:
 def lay_out(gpus: int, transport: str) -> Layout:
     """Return a layout with two trainer ranks if two have room, else with one. Raise `ConfigError` if none has room.
 
-    Over ipc the engine shares the first trainer's GPU. NCCL needs a GPU for each of its members, so for a broadcast the
-    engine has the last GPU to itself.
+    Over ipc and nixl the engine shares the first trainer's GPU. NCCL needs a GPU for each of its members, so for a
+    broadcast the engine has the last GPU to itself.
     """
     if gpus == 0:
         return Layout(("cpu", "cpu"), "cpu", {})
-    if transport == "ipc":
+    if transport in ("ipc", "nixl"):
         return Layout(tuple(f"cuda:{i}" for i in range(min(gpus, 2))), "cuda:0", {})
     if gpus == 1:
         raise ConfigError(

@@ -46,6 +46,7 @@ from weightsync.sync import WeightSync
 from weightsync.tools import processes
 from weightsync.tools.connections import connections
 from weightsync.tools.findings import Finding, Findings, found
+from weightsync.tools.nixl_reads import check_nixl
 from weightsync.tools.processes import Answer, Server, generate
 from weightsync.transports.base import SLOTS
 from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
@@ -73,7 +74,8 @@ def run(options: Namespace, console: Console) -> bool:
         raise ConfigError("--engine and --no-engine exclude each other")
     if quantization is not None and (url is not None or no_engine):
         raise ConfigError("--quantization starts engines of the doctor's own: leave it out here")
-    checks: list[Callable[[], Findings]] = [_versions, _gpus, _shared_memory, _handles, _settings, _port, _plug_in]
+    checks: list[Callable[[], Findings]] = [_versions, _gpus, _shared_memory, _handles, check_nixl, _settings, _port]
+    checks.append(_plug_in)
     if url is not None:
         connect(url, _CHILD_TIMEOUT_S)  # raises for a wrong URL, without contacting a server
         if model_dir is not None:

@@ -7,6 +7,8 @@
     broadcast    busiest / link + (E - 1) c / busiest S / tp / link + control
                  `busiest` is the larger of S / R and S / tp
                  c = min(C, max(busiest / (32 (E - 1)), `least_mib`)); with one engine c = C
+    nixl         as broadcast, with `read` for the network's speed and `peer_copy` on one host
+                 + C / R / device_copy + S / tp / c notice_s
     deltas       max(d busiest / link, encode_s S / R, decode_s S / tp) + a chunk of the other two + control
                  `d` is the share of the bytes that a difference has
     checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -61,6 +63,8 @@ class Topology:
     relaying: float = 0.8
     least_mib: float = 16
     network: float = 50
+    read: float = 44
+    notice_s: float = 100e-6
     file_write: float = 20
     file_read: float = 40
     fixed_s: float = 0.0038
@@ -101,6 +105,10 @@ class Topology:
         cards = self.cards or (8 if self.gpus_per_host == 8 else 1)
         return self.network * min(1.0, cards / min(on_each, self.gpus_per_host))
 
+    def reading(self) -> Topology:
+        """Return this topology with the speeds of one-sided reads in place of a broadcast's."""
+        return replace(self, network=self.read, broadcast=self.peer_copy)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -121,7 +129,7 @@ class Prediction:
 
 def predict(nbytes: int, topology: Topology) -> list[Prediction]:
     """Return one push of `nbytes` over each transport."""
-    formulas = {"ipc": _ipc, "broadcast": _broadcast, "checkpoint": _checkpoint}
+    formulas = {"ipc": _ipc, "broadcast": _broadcast, "nixl": _nixl, "checkpoint": _checkpoint}
     if topology.changed < 1:
         formulas["deltas"] = _deltas
     found = []
@@ -162,6 +170,19 @@ def _broadcast(nbytes: int, t: Topology) -> dict[str, float]:
     received_s = nbytes / t.tp / (t.link(t.workers) * 1e9 * duplex)
     passing_s = chunk_share(nbytes, t) * (t.engines - 1) * received_s
     return {"sending along chains": max(sent_s, received_s), "passing on the first chunk": passing_s}
+
+
+def _nixl(nbytes: int, t: Topology) -> dict[str, float]:
+    """Return the parts of a push by one-sided reads along the same chains, out of packed slots."""
+    share = chunk_share(nbytes, t)
+    packing_s = share * nbytes / t.ranks / (t.device_copy * 1e9)
+    reading_s, passing_s = _broadcast(nbytes, t.reading()).values()
+    return {
+        "reading along chains": reading_s,
+        "passing on the first chunk": passing_s,
+        "notices of chunks": t.notice_s / share,
+        "packing the first chunk": packing_s,
+    }
 
 
 def chunk_share(nbytes: int, t: Topology) -> float:

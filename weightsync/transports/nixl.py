@@ -369,12 +369,10 @@ class _Reader:
 
     def _wait(self, late: Callable[[], list[str]]) -> None:
         """Poll until no member is late. The worker's own wait has the deadline."""
-        pause_s = timeouts.STAGING_POLL_S
         while names := late():
             self._late = names
-            if self._group.aborted.wait(pause_s):
+            if self._group.aborted.wait(timeouts.READ_POLL_S):
                 raise WeightSyncError("the transport was closed while it was in use")
-            pause_s = min(2 * pause_s, timeouts.STAGING_LONGEST_POLL_S)
 
     def _in_use(self, slot: int) -> list[str]:
         """Return the names of members yet to read, or to load, a slot's last chunk."""

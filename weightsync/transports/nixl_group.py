@@ -7,15 +7,17 @@ agent. Rank 0 passes it on to the members beside it in their chains, and to no o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.errors import PlacementError, ProtocolError
+from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
-from weightsync.net.wire import Value, typed
+from weightsync.net.wire import Failure, Value, typed
 from weightsync.planning.layout import Count
 from weightsync.transports.base import Wait
 from weightsync.transports.communicator import Part
@@ -96,6 +98,9 @@ class NixlGroup(TcpLinks):
 
     def _join(self, deadline: Deadline) -> None:
         super()._join(deadline)
+        for name, member in zip(self._names[1:], self._to_first, strict=False):
+            member.peer = name  # in errors
+        self._missing = "all have connected to {host}, but not told each other of their NIXL agents"
         self._use_gpu()
         self.agent = Agent(self._backend)
 
@@ -105,20 +110,32 @@ class NixlGroup(TcpLinks):
         agent = still_open(self.agent)
         agent.register(slots)
         own = Introduction(nixl_version(), agent.address(), agent.contact(), before, behind)
-        if self._rendezvous is None:
-            (first,) = self._to_first
-            first.send(Value.of(own), deadline, "connect")
-            told = first.expect(Value, deadline, "connect").read(list[tuple[int, AgentAddress]])
-        else:
-            everyone = [own, *(each.expect(Value, deadline, "connect").read(Introduction) for each in self._to_first)]
-            told, *others = introduce(everyone, self._names)
-            for member, those in zip(self._to_first, others, strict=True):
-                member.send(Value.of(those), deadline, "connect")
-        self.peers = dict(told)
+        self.peers = dict(self._exchange(own, deadline))
         if missing := {*before, *behind} - {*self.peers}:
             raise ProtocolError(f"members {sorted(missing)} do not know that this member is beside them")
         for peer in self.peers.values():
             agent.add(peer)
+
+    def _exchange(self, own: Introduction, deadline: Deadline) -> list[tuple[int, AgentAddress]]:
+        """Return this member's acquaintances. The first member gets all introductions, and tells the others theirs."""
+        if self._rendezvous is None:
+            (first,) = self._to_first
+            first.send(Value.of(own), deadline, "connect")
+            told: list[tuple[int, AgentAddress]] = first.expect(Value, deadline, "connect").read(
+                list[tuple[int, AgentAddress]]
+            )
+            return told
+        try:
+            everyone = [own, *(each.expect(Value, deadline, "connect").read(Introduction) for each in self._to_first)]
+            told, *others = introduce(everyone, self._names)
+            for member, those in zip(self._to_first, others, strict=True):
+                member.send(Value.of(those), deadline, "connect")
+        except WeightSyncError as error:
+            for member in self._to_first:
+                with suppress(WeightSyncError):
+                    member.send(Failure(error.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), "connect")
+            raise
+        return told
 
     def _use_gpu(self) -> None:
         """Give this thread the GPU's context. NIXL registers a GPU's memory there."""

@@ -11,7 +11,7 @@ from weightsync.errors import ConfigError
 from weightsync.tools.bench.shapes import SHAPES
 
 BACKENDS = ("plain", "fsdp", "deepspeed", "megatron")
-TRANSPORTS = ("ipc", "broadcast", "checkpoint")
+TRANSPORTS = ("ipc", "broadcast", "nixl", "checkpoint")
 BUCKETERS = ("module", "threshold", "parameter")
 DTYPES = ("bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -33,8 +33,9 @@ PEERS = {FILES: (HTTP, LLM), **dict.fromkeys(NATIVE, (LLM,))}
 WAYS = (WEIGHTSYNC, *PEERS)
 
 MEMCPY, FILE_WRITE, DEVICE_COPY, PEER_COPY, BROADCAST = "memcpy", "file write", "device copy", "peer copy", "broadcast"
-ASSUMED = {MEMCPY: 20.0, FILE_WRITE: 1.5, DEVICE_COPY: 2140.0, PEER_COPY: 397.0, BROADCAST: 369.0}
-"""GB/s of H200s, for dry runs. A broadcast between CPUs reaches `ASSUMED_CPU`."""
+NIXL_READ = "NIXL read"
+ASSUMED = {MEMCPY: 20.0, FILE_WRITE: 1.5, DEVICE_COPY: 2140.0, PEER_COPY: 397.0, BROADCAST: 369.0, NIXL_READ: 397.0}
+"""GB/s of H200s, for dry runs. NIXL would read by peer copies. Both of the last reach `ASSUMED_CPU` between CPUs."""
 ASSUMED_CPU = 5.0
 
 
@@ -82,8 +83,8 @@ class Case:
 
     @property
     def apart(self) -> bool:
-        """Whether NCCL broadcasts. It needs a GPU for each of its members."""
-        return self.transport == "broadcast" or NATIVE.get(self.way, ("", False))[0] == "nccl"
+        """Whether each rank and worker has a GPU of its own. NCCL needs it, and NIXL is measured beside NCCL."""
+        return self.transport in ("broadcast", "nixl") or NATIVE.get(self.way, ("", False))[0] == "nccl"
 
     @property
     def engine(self) -> str:
@@ -123,7 +124,7 @@ def expand(options: Namespace) -> list[Case]:
 
 
 def lay_out(case: Case, gpus: int) -> Layout:
-    """Return engines on the first GPUs. Trainers are on the same ones, or on the next ones if NCCL broadcasts.
+    """Return engines on the first GPUs. Trainers are on the same ones, or on the next ones if they are apart.
 
     Raise `ConfigError` if there are too few.
     """
@@ -150,6 +151,7 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
     beside = on_gpus and not case.apart
     reasons = {
         f"{case.way} moves GPU memory, found no GPU": on_gpus and gpus == 0,
+        "NIXL is not installed: pip install 'weightsync[nixl]'": case.transport == "nixl" and "nixl" not in installed,
         f"{case.backend} is not installed": case.backend in BACKENDS[2:] and case.backend not in installed,
         "peers are measured from a plain module or FSDP2": case.way in PEERS and case.backend not in BACKENDS[:2],
         "a plain module has one rank: use --backend fsdp": case.backend == "plain" and case.ranks > 1,
@@ -184,6 +186,8 @@ def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tu
     """
     if case.transport == "checkpoint" or case.way == FILES:
         passed = {FILE_WRITE: float(nbytes)}
+    elif case.transport == "nixl":
+        passed = {NIXL_READ: float(nbytes)}
     elif case.apart:
         passed = {BROADCAST: float(nbytes)}
     elif gpus == 0:

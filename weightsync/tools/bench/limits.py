@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from weightsync.checkpoint.shard_files import memory_of
 from weightsync.net.child import free_port
-from weightsync.tools.bench.cases import BROADCAST, DEVICE_COPY, FILE_WRITE, MEMCPY, PEER_COPY
+from weightsync.tools.bench.cases import BROADCAST, DEVICE_COPY, FILE_WRITE, MEMCPY, NIXL_READ, PEER_COPY
+from weightsync.tools.nixl_reads import read_speed
 
 _BYTES = {"cpu": 128 << 20, "cuda": 4 << 30}
 _REPEATS = 5
@@ -37,6 +39,9 @@ def measure(folder: Path, gpus: int) -> dict[str, float]:
         found[DEVICE_COPY] = _copy("cuda:0", "cuda:0")
     if gpus > 1:
         found[PEER_COPY] = _copy("cuda:0", "cuda:1")
+    if find_spec("nixl"):
+        ends = ("cuda:0", "cuda:1") if gpus > 1 else ("cpu", "cpu")
+        found[NIXL_READ], _ = read_speed(*map(torch.device, ends))
     if gpus:
         torch.cuda.empty_cache()  # the engines need it
     result = folder / "broadcast"

@@ -25,7 +25,17 @@ from weightsync import __version__
 from weightsync.errors import ConfigError
 from weightsync.report import format_bytes, format_seconds
 from weightsync.tools.bench import trainer
-from weightsync.tools.bench.cases import ASSUMED, ASSUMED_CPU, BROADCAST, WEIGHTSYNC, Case, expand, floor, refusal
+from weightsync.tools.bench.cases import (
+    ASSUMED,
+    ASSUMED_CPU,
+    BROADCAST,
+    NIXL_READ,
+    WEIGHTSYNC,
+    Case,
+    expand,
+    floor,
+    refusal,
+)
 from weightsync.tools.bench.limits import measure
 from weightsync.tools.bench.plot import check_plot, draw
 from weightsync.tools.bench.shapes import add_shapes, cut_layers, write_config
@@ -45,7 +55,7 @@ _EXPLAINED = (
 _PATIENCE_S = 300.0
 _SLOWEST_BYTES_PER_S = 20e6
 _CAUSES = 8
-_DISTRIBUTIONS = ("transformers", "deepspeed", "megatron-core")
+_DISTRIBUTIONS = ("transformers", "deepspeed", "megatron-core", "nixl")
 
 
 def run(options: Namespace, console: Console) -> bool:
@@ -108,7 +118,7 @@ def _measure_cases(options: Namespace, console: Console) -> list[dict[str, Any]]
     if gpus < 0 or (gpus > there and not options.dry_run):
         raise ConfigError(f"--gpus {gpus}: there are {there}")
     cases = expand(options)
-    here = frozenset(module for module in ("deepspeed", "megatron") if find_spec(module))
+    here = frozenset(module for module in ("deepspeed", "megatron", "nixl") if find_spec(module))
     core_in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1").strip() == "0"
     refused = {case: why for case in cases if (why := refusal(case, gpus, here, core_in_process))}
     rows: list[dict[str, Any]] = []
@@ -248,7 +258,7 @@ def _show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_dry_run(console: Console, cases: Sequence[Case], sizes: Mapping[str, int], gpus: int) -> None:
-    limits = ASSUMED if gpus else {**ASSUMED, BROADCAST: ASSUMED_CPU}
+    limits = ASSUMED if gpus else {**ASSUMED, BROADCAST: ASSUMED_CPU, NIXL_READ: ASSUMED_CPU}
     rows = []
     for case in cases:
         seconds, limit = floor(case, sizes[case.shape], limits, gpus)
