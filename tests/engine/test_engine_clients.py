@@ -150,6 +150,50 @@ def test_a_real_llm_in_this_process(model_dir):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_llm_with_a_core_process_answers_from_no_cache_of_older_weights(model_dir, monkeypatch):
+    import torch
+    import transformers
+    import vllm
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(model_dir), dtype=torch.bfloat16
+    )
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    extension = "weightsync.vllm.extension.WeightSyncWorkerExtension"
+    options = {**ENGINE_ARGUMENTS, "worker_extension_cls": extension, "kv_cache_memory_bytes": 1 << 24}
+    llm = vllm.LLM(model_dir, **options)
+    prompt = {"prompt_token_ids": [*range(3, 203)]}
+    answers = vllm.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1, detokenize=False)
+
+    def ask() -> tuple[list[float], int]:
+        (output,) = llm.generate(prompt, answers, use_tqdm=False)
+        (best,) = output.outputs
+        chances = [entry[token].logprob for token, entry in zip(best.token_ids, best.logprobs, strict=True)]
+        return chances, output.num_cached_tokens
+
+    try:
+        with WeightSync("fsdp", "ipc", llm, timeout_s=60.0) as sync:
+            found = {}
+            for scale in (1.0, 2.0, 1.0):
+                model.load_state_dict({name: scale * tensor for name, tensor in weights.items()})
+                sync.push(model)
+                answer, cached = ask()
+                assert (found.setdefault(scale, answer), cached) == (answer, 0)
+                assert ask()[1] > 0
+            assert found[1.0] != found[2.0]
+            llm.llm_engine.add_request("under way", prompt, vllm.SamplingParams(max_tokens=40, detokenize=False))
+            llm.llm_engine.step()
+            model.load_state_dict({name: 2.0 * tensor for name, tensor in weights.items()})
+            sync.push(model)
+            llm.llm_engine.abort_request(["under way"])
+            assert ask()[0] == found[2.0]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_real_async_llm_with_a_request_in_flight(model_dir):
     import vllm
     from vllm.lora.request import LoRARequest
