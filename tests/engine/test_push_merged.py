@@ -17,17 +17,17 @@ pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
 
 
-def cold(engines: Engines, folder: Path, kind: str) -> Answer:
+def cold(engines: Engines, folder: Path, kind: str, base: str) -> Answer:
     """What an engine answers that was started from the merged weights; it runs on."""
-    model = wrapped(kind)
+    model = wrapped(kind, model=base)
     fill_adapters(model, "A")
     engines.start(tiny_models.save(model.merge_and_unload(), folder / "merged"))
     engines._running = ()
     return engines.ask()
 
 
-def connect(trainer: Trainer | Engines, backend: str, kind: str, transport: str) -> None:
-    model = trainer.model = wrapped(kind)
+def connect(trainer: Trainer | Engines, backend: str, kind: str, base: str, transport: str) -> None:
+    model = trainer.model = wrapped(kind, model=base)
     if backend == "deepspeed":
         trainer.model = zero.initialize(model, zero.config(3))
     elif isinstance(trainer, Trainer):
@@ -54,12 +54,17 @@ def release(trainer: Trainer | Engines) -> None:
         engine.destroy()
 
 
-def test_a_real_engine_equals_a_cold_one_of_the_merged_model(engines: Remote, trainers: Trainers, tmp_path: Path):
-    kind = "all of these"
-    expected = engines.call(cold, tmp_path, kind, timeout_s=240)
-    for transport in ("ipc", "broadcast"):
+@pytest.mark.parametrize(
+    ("kind", "base", "transports"),
+    [("all of these", "qwen3", ["ipc", "broadcast"]), ("rslora", "qwen3-moe", ["ipc"])],
+)
+def test_a_real_engine_equals_a_cold_one_of_the_merged_model(
+    engines: Remote, trainers: Trainers, tmp_path: Path, kind: str, base: str, transports: list[str]
+):
+    expected = engines.call(cold, tmp_path, kind, base, timeout_s=240)
+    for transport in transports:
         for side, backend in ((engines, "fsdp"), (trainers, "fsdp"), (trainers, "deepspeed")):
-            side.call(connect, backend, kind, transport)
+            side.call(connect, backend, kind, base, transport)
             whole = side.call(push, "B")
             assert engines.call(Engines.ask) != expected
             partial = side.call(push, "A")

@@ -143,6 +143,7 @@ ROOM = {
     "megatron": ["weightsync.sources.megatron", "weightsync.tools.bench.models"],
     "ray": ["weightsync.engines.ray_actor", "weightsync.hybrid", *VERL[:2]],
     "tensordict": ["weightsync.hybrid"],
+    "bitsandbytes": ["weightsync.sources.four_bits"],
     "peft": ["weightsync.sources.peft"],
     "prometheus_client": ["weightsync.telemetry"],
     "opentelemetry": ["weightsync.telemetry"],

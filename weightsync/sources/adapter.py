@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.sources.base import Model, Reading, TensorShard, one_module
 from weightsync.sources.module import LocalParam, ModuleSource, NamedReader, adapters_of, refusal
 from weightsync.sources.module_tree import modules, walk, walk_shells
-from weightsync.sources.peft import Adapter
+from weightsync.sources.peft import AddedProducts
 
+_Layers: TypeAlias = list[tuple[str, AddedProducts]]
 _FILE_PREFIX = "base_model.model."
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights`, beside true and false, that leave the base unchanged. Other values change the weights
@@ -45,7 +46,7 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
     if any(isinstance(module, FullyShardedDataParallel) for module in own):
         raise UnsupportedError("adapters under FSDP1 are not covered; use `fully_shard`")
     source.reshard(own)
-    layers = adapters_of(model)
+    layers = _plain(model)
     name = _active(layers)
     config = copy.copy(_config(model, name))
     config.inference_mode = True  # as `save_pretrained` has it
@@ -70,13 +71,11 @@ def _refuse_trained(model: nn.Module) -> None:
         )
 
 
-def _factors(
-    source: ModuleSource, layers: dict[str, Adapter], name: str, expected: tuple[int, float]
-) -> dict[str, LocalParam]:
+def _factors(source: ModuleSource, layers: _Layers, name: str, expected: tuple[int, float]) -> dict[str, LocalParam]:
     """Return the factors of adapter `name`, by their names in PEFT's files. `expected` is its rank and scaling."""
     held: dict[str, LocalParam] = {}
     refused: dict[str, str] = {}
-    for prefix, adapter in layers.items():
+    for prefix, adapter in layers:
         if name not in adapter.names():
             continue
         if (found := adapter.scaling(name)) != expected:
@@ -100,7 +99,7 @@ def _factors(
     return held
 
 
-def _named_factors(source: ModuleSource, prefix: str, adapter: Adapter, name: str) -> Iterator[NamedReader]:
+def _named_factors(source: ModuleSource, prefix: str, adapter: AddedProducts, name: str) -> Iterator[NamedReader]:
     for key, factor in adapter.factors(name).items():
         if not isinstance(factor, nn.ParameterDict):
             yield from ((f"{prefix}{key}.{tail}", read) for tail, read in source.readers(factor))
@@ -108,21 +107,38 @@ def _named_factors(source: ModuleSource, prefix: str, adapter: Adapter, name: st
             yield from ((f"{prefix}{key}", read) for tail, read in source.readers(factor) if tail == name)
 
 
-def _active(layers: dict[str, Adapter]) -> str:
+def _plain(model: nn.Module) -> _Layers:
+    """Return PEFT's layers, each with the prefix of its names in PEFT's files.
+
+    Raises `UnsupportedError` for adapters beyond plain LoRA.
+    """
+    found: _Layers = []
+    refused: dict[str, str] = {}
+    for prefix, adapters in adapters_of(model).items():
+        for adapter in adapters:
+            try:
+                names = adapter.names()
+                if isinstance(adapter, AddedProducts) and adapter.is_plain:
+                    found.append((prefix, adapter))
+                elif names:
+                    refused[prefix + adapter.tail] = (
+                        f"it is in a {adapter.kind}; engines get plain LoRA on linear layers and embeddings. Choose a "
+                        "transport for weights, which merges the adapter"
+                    )
+            except UnsupportedError as error:
+                refused[prefix.rstrip(".")] = error.message
+    if refused:
+        raise refusal(refused)
+    return found
+
+
+def _active(layers: _Layers) -> str:
     if not layers:
         raise ConfigError(
             "the model has no LoRA adapter; wrap it with PEFT's `get_peft_model(model, LoraConfig(...))`, or choose a "
             "transport for weights"
         )
-    refused: dict[str, str] = {}
-    active: dict[str, None] = {}
-    for prefix, adapter in layers.items():
-        try:
-            active |= dict.fromkeys(adapter.names())
-        except UnsupportedError as error:
-            refused[prefix.rstrip(".")] = error.message
-    if refused:
-        raise refusal(refused)
+    active = dict.fromkeys(name for _, adapter in layers for name in adapter.names())
     if len(active) != 1:
         found = ", ".join(active) if active else "none: they are disabled, or merged into the base"
         raise ConfigError(f"expected one active adapter, found {found}; call `set_adapter`")

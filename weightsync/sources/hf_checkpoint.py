@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace as replace_meta
@@ -40,8 +39,30 @@ class SavedRegion:
     into: Box
 
 
-_Cut = tuple[int, Box, tuple[int, ...], int]
-"""Number of a part, a region of it, and the region's strides and offset in a trainer's tensor."""
+_Cut = tuple[int, Box, tuple[int, ...], int, Box]
+"""Number of a part, a region of it, its strides and offset in a trainer's tensor, and its box in the model's tensor."""
+
+
+class SavedView(NamedTuple):
+    """A region of a tensor of the checkpoint, in a tensor of the model.
+
+    meta: the checkpoint's tensor. `box` is the region in it.
+    view: the region's memory, of shape `box.size`.
+    source: the region in the model's tensor. Dimension i of `box` runs along dimension `dims[i]` of it.
+    """
+
+    meta: TensorMeta
+    box: Box
+    view: torch.Tensor
+    source: Box
+    dims: tuple[int | None, ...]
+
+    def of(self, tensor: torch.Tensor, held: Box) -> torch.Tensor:
+        """Return the same region of another tensor with the region `held` of the model's tensor."""
+        steps = tensor.stride()
+        offset = sum((a - b) * step for a, b, step in zip(self.source.start, held.start, steps, strict=True))
+        strides = [1 if dim is None else steps[dim] for dim in self.dims]
+        return torch.as_strided(tensor, self.box.size, strides, tensor.storage_offset() + offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +96,18 @@ class SavedParts:
         metas = (replace_meta(meta, name=name) for meta, name in zip(self.metas, names, strict=True))
         return replace(self, metas=tuple(metas))
 
-    def cut(self, held: Iterable[tuple[Box, torch.Tensor]]) -> list[tuple[TensorMeta, Box, torch.Tensor]]:
-        """Return the regions of the parts in the tensors `held`, in the parts' order.
-
-        `held` has regions of the model's tensor. Each result is a tensor of the checkpoint, a region of it, and this
-        region as a view of a tensor in `held`.
-        """
-        views = [
-            (number, region, torch.as_strided(tensor, region.size, stride, tensor.storage_offset() + offset))
-            for box, tensor in held
-            for number, region, stride, offset in self._cuts_of(box, tensor.stride())
+    def cut(self, box: Box, tensor: torch.Tensor) -> list[SavedView]:
+        """Return the regions of the parts in a tensor with the region `box` of the model's tensor, in their order."""
+        return [
+            SavedView(
+                self.metas[number],
+                region,
+                torch.as_strided(tensor, region.size, stride, tensor.storage_offset() + offset),
+                source,
+                self.regions[number].dims,
+            )
+            for number, region, stride, offset, source in self._cuts_of(box, tensor.stride())
         ]
-        views.sort(key=itemgetter(0))
-        return [(self.metas[number], region, view) for number, region, view in views]
 
     def _cuts_of(self, box: Box, stride: tuple[int, ...]) -> list[_Cut]:
         if (box, stride) not in self._cuts:  # kept, for a model can have tens of thousands of parts
@@ -289,7 +309,7 @@ def _cut(number: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> 
         tuple(outer + inner for outer, inner in zip(saved.into.start, within, strict=True)),
         tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
     )
-    return number, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset
+    return number, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset, common
 
 
 def _storage(tensor: torch.Tensor) -> int:

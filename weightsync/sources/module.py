@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -18,12 +19,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import UnsupportedError, first_few
-from weightsync.planning.layout import Box, TensorMeta, flat_boxes
+from weightsync.planning.layout import Box, TensorMeta, flat_boxes, itemsize, row_major
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
-from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
+from weightsync.sources.edits import Edit, edited
+from weightsync.sources.four_bits import FourBits, packed_weights
+from weightsync.sources.hf_checkpoint import SavedParts, SavedView, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
-from weightsync.sources.peft import Adapter, adapter_of
+from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
 from weightsync.sources.wrapped_tensors import inner_tensor
 
@@ -34,7 +37,7 @@ ON_META = "it is on the meta device and has no values; materialise it first (`to
 class LocalParam:
     """One tensor of the model, and this rank's parts of it.
 
-    Tied tensors have the same `identity`. `trains` is as in `TensorShard`. `adapter` is added to the parts.
+    Tied tensors have the same `identity`. `trains` is as in `TensorShard`. The tensor travels after its `edits`.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +45,7 @@ class LocalParam:
     identity: Hashable
     parts: list[tuple[Box, torch.Tensor]]
     trains: bool
-    adapter: Adapter | None = None
+    edits: tuple[Edit, ...] = ()
 
 
 _SHAPE, _DTYPE, _LAYOUT, _TRAINS = map(attrgetter, ("shape", "dtype", "layout", "requires_grad"))
@@ -55,13 +58,15 @@ class ModuleSource(LocalSource):
     """A `ShardSource` of one module tree.
 
     It applies the selection and sends tied tensors once, under their first name. It refuses all unreadable tensors in
-    one error. PEFT's adapters are added to the values of `readers`.
+    one error. 4-bit weights are dequantised, and PEFT's adapters are added.
     """
 
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
-        self._adapters: dict[str, Adapter] = {}  # by name of the weight
-        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the last `gather`'s whole factors, by this rank's factor
+        self._edited: dict[str, LocalParam] = {}  # by name in the checkpoint
+        self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the last `gather`'s whole tensors, by this rank's part
+        self._computed: dict[tuple[Hashable, Box], torch.Tensor] = {}  # parts of which the push needs more
+        self._mergeable: set[Hashable] = set()  # the known forms of PEFT's layers
         self._wrapped = False  # PEFT has wrapped layers: their state is not only in tensors
         self._changed: Memo[dict[str, str]] = Memo()
         self._saved: Memo[list[list[SavedParts]]] = Memo()
@@ -97,17 +102,21 @@ class ModuleSource(LocalSource):
         self.reshard(found)
         return None if self._wrapped else fingerprint(found, self.local)
 
+    def read(self, model: Model) -> Reading:
+        self._computed = {}  # a failed push may have left some
+        return super().read(model)
+
     def _read(self, model: Model, on_meta: bool = False) -> Reading:
         tensors, tied = self._as_saved(one_module(model), on_meta)
-        self._adapters = {
-            meta.name: held.adapter for held, saved in tensors if held.adapter is not None for meta in saved.metas
-        }
+        self._edited = {meta.name: held for held, saved in tensors if held.edits for meta in saved.metas}
         trained = {meta.name for held, saved in tensors if held.trains for meta in saved.metas}
         shards = []
         for held, saved in tensors:
-            for meta, box, view in saved.cut(held.parts):
-                compute = partial(self._merged, meta.name, box, view) if held.adapter else None
-                shards.append(TensorShard(meta, box, view, meta.name in trained, compute))
+            for number, part in enumerate(held.parts):
+                views = saved.cut(*part)
+                for view in views:
+                    compute = partial(self._compute, number, view, len(views) > 1) if held.edits else None
+                    shards.append(TensorShard(view.meta, view.box, view.view, view.meta.name in trained, compute))
         manifest = manifest_of((saved for _, saved in tensors), tied)
         place = {name: number for number, name in enumerate(manifest.names)}
         return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]), self._settings)
@@ -116,23 +125,33 @@ class ModuleSource(LocalSource):
         super().close()
         self._saved.clear()
         self._changed.clear()
-        self._adapters, self._whole = {}, {}
+        self._edited, self._whole, self._computed = {}, {}, {}
 
     def _settings(self) -> list[Any]:
-        """Return the active adapters and their scaling."""
-        return [
-            (name, [(active, adapter.scaling(active)) for active in adapter.names()])
-            for name, adapter in self._adapters.items()
-        ]
+        return [(name, [edit.settings() for edit in held.edits]) for name, held in self._edited.items()]
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
-        self._whole = {}  # free the factors of the last names first
-        adapters = dict.fromkeys(self._adapters[name] for name in names if name in self._adapters)
+        self._whole = {}  # free the tensors of the last names first
+        due = [self._edited[name] for name in names if name in self._edited]
+        identities = {held.identity for held in due}
+        self._computed = {key: values for key, values in self._computed.items() if key[0] in identities}
+        inputs = dict.fromkeys(each for held in due for edit in held.edits for each in edit.inputs())
         with torch.no_grad():
-            self._whole = self.whole([factor for adapter in adapters for factor in adapter.active_factors()], barrier)
+            self._whole = self.whole([*inputs], barrier)
 
-    def _merged(self, name: str, box: Box, values: torch.Tensor) -> torch.Tensor:
-        return self._adapters[name].add_to(values, box, self._whole)
+    def _compute(self, number: int, view: SavedView, is_one_of_many: bool) -> torch.Tensor:
+        """Compute part `number` of a tensor of the model, and return its region `view`.
+
+        If the push needs more of it, the part is kept until `gather` begins with other tensors.
+        """
+        held = self._edited[view.meta.name]
+        box, values = held.parts[number]
+        computed = self._computed.get((held.identity, box))
+        if computed is None:
+            computed = edited(held.edits, held.shape, values, box, self._whole)
+            if is_one_of_many:
+                self._computed[held.identity, box] = computed
+        return view.of(computed, box)
 
     def _as_saved(
         self, model: nn.Module, on_meta: bool
@@ -149,11 +168,6 @@ class ModuleSource(LocalSource):
             marks, lambda: [saved_form(model, metas, self.selection) for metas in (list(of_name.values()), others)]
         )
         found = list(zip(tensors, saved, strict=True))
-        if cut := [name for (name, held), parts in found if held.adapter is not None and not parts.are_the_whole()]:
-            raise UnsupportedError(
-                f"{len(cut)} tensors have an adapter and are saved in parts, such as {cut[0]}; leave adapters off them",
-                tensors=dict.fromkeys(cut, "has an adapter, and is saved in parts"),
-            )
         by_name = dict(zip(of_name, saved, strict=True))
         ties = [(other, by_name[name]) for other, name in zip(saved_others, tied.values(), strict=True)]
         return [(held, parts) for (_, held), parts in found], [
@@ -174,15 +188,17 @@ class ModuleSource(LocalSource):
         refused: dict[str, str] = {}
         adapters = adapters_of(model)
         self._wrapped = bool(adapters)
-        without_weight = set(adapters)
+        packed = packed_weights(model)
+        absent = {prefix + adapter.tail for prefix, own in adapters.items() for adapter in own}
         there: dict[str, tuple[Hashable, tuple[int, ...], torch.dtype]] = {}
         hooks = [hook for module in modules(model) for hook in hooks_of(module)]
         for name, read in self.readers(model):
-            without_weight.discard(name.removesuffix("weight"))
+            absent.discard(name)
             if self.selection.excludes(name):
                 continue
             try:
-                held = self._adapted(name, read(), adapters)
+                held = read()
+                held = self._adapted(name, unpacked(held, packed[name]) if name in packed else held, adapters)
             except UnsupportedError as error:
                 refused[name] = error.message
                 continue
@@ -193,27 +209,27 @@ class ModuleSource(LocalSource):
             tied = found.setdefault(first.setdefault(held.identity, name), held)
             if tied is not held:
                 others[name] = first[held.identity]
-            if tied.adapter is not held.adapter:
-                refused[name] = f"it is tied to {first[held.identity]}, but one of the two has an adapter; untie them"
-            elif held.trains and not tied.trains:
-                found[first[held.identity]] = replace(tied, trains=True)
+                # PEFT merges each of the layers into the one tensor.
+                edits = (*tied.edits, *(edit for edit in held.edits if edit not in tied.edits))
+                found[first[held.identity]] = replace(tied, trains=tied.trains or held.trains, edits=edits)
         refused |= self._changed.of((weakref.ref(model), there, hooks), lambda: changed_when_saved(model, there))
-        refused |= {f"{prefix}weight": "it has an adapter, but is no parameter" for prefix in without_weight}
+        refused |= dict.fromkeys(absent, "it has an adapter, but is no parameter")
         if refused:
             raise refusal(refused)
         return list(found.items()), others
 
-    def _adapted(self, name: str, held: LocalParam, adapters: dict[str, Adapter]) -> LocalParam:
-        """Return `held` with its adapter, if `name` is the weight of a layer with an adapter.
+    def _adapted(self, name: str, held: LocalParam, adapters: dict[str, list[Adapter]]) -> LocalParam:
+        """Return `held` with its adapters, if `name` is a tensor that adapters change.
 
-        Raises `UnsupportedError` for an adapter that cannot be added, also if `name` is another tensor of its layer.
+        Raises `UnsupportedError` for an adapter that cannot be merged, also if `name` is another tensor of its layer.
         """
-        for end in (at + 1 for at, letter in enumerate(name) if letter == "."):
-            if (adapter := adapters.get(name[:end])) is not None:
-                names = adapter.names()
-                if name[end:] == "weight":
-                    adapter.check(names, held.shape, lambda factor: self.read_param(factor).shape)
-                    return replace(held, trains=True, adapter=adapter if names else None)
+        prefix, _, tail = name.rpartition(".")
+        for adapter in adapters.get(f"{prefix}.", ()):
+            if adapter.names() and adapter.tail == tail:
+                dtype = getattr(torch, held.dtype)
+                adapter.check(held.shape, dtype, lambda each: self.read_param(each).shape, self._mergeable)
+                held = replace(held, edits=(*held.edits, adapter))
+            held = replace(held, trains=held.trains or adapter.tail == tail)
         return held
 
     def buffers(
@@ -270,17 +286,28 @@ def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
     return tensors if memory else None
 
 
-def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return an `Adapter` for each layer that PEFT has wrapped, by the prefix of its tensors' names."""
-    known: dict[nn.Module, Adapter | None] = {}
-    found: dict[str, Adapter] = {}
+def adapters_of(model: nn.Module) -> dict[str, list[Adapter]]:
+    """Return the adapters around each module that PEFT has wrapped, by the prefix of the module's tensors."""
+    known: dict[nn.Module, list[Adapter]] = {}
+    found: dict[str, list[Adapter]] = {}
     for prefix, shells in walk_shells(model):
-        for shell in shells:
-            if shell not in known:
-                known[shell] = adapter_of(shell)
-            if (adapter := known[shell]) is not None:
-                found[prefix] = adapter
+        if adapters := known.setdefault(shells[0], adapters_around(shells)):
+            found[prefix] = adapters
     return found
+
+
+def unpacked(held: LocalParam, weight: FourBits) -> LocalParam:
+    """Return this rank's part of a weight in 4 bits as a part of the values. They share no memory with the trainer."""
+    per_element = 2 * itemsize(held.dtype)
+    shape, dtype = tuple(weight.state.shape), weight.state.dtype
+    parts = []
+    for box, packed in held.parts:
+        start = sum(a * step for a, step in zip(box.start, row_major(held.shape), strict=True)) * per_element
+        count = min(packed.numel() * per_element, prod(shape) - start)
+        if count > 0:  # else the rank has only padding
+            stand_in = torch.empty((), dtype=dtype, device=packed.device).expand(count)
+            parts += flat_parts(shape, start, stand_in)
+    return replace(held, shape=shape, dtype=dtype_name(torch.empty((), dtype=dtype)), parts=parts, edits=(weight,))
 
 
 def refusal(refused: dict[str, str]) -> UnsupportedError:
