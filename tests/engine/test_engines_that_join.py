@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import zygote
 from engines import IN_CORE, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from optional_transports import NIXL
 from recorders import sent_messages
 
 from weightsync import WeightSync
@@ -80,7 +81,7 @@ def assert_as_cold(found: list[processes.Answer], cold: Answer) -> None:
         assert list(answer.logprobs[: len(tokens)]) == [at[token] for token, at in zip(tokens, logprobs, strict=True)]
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+@pytest.mark.parametrize("transport", ["broadcast", "ipc", NIXL])
 def test_a_server_joins_catches_up_and_leaves(
     engines: Remote, server: Server, trainers: Trainers, transport: str
 ) -> None:

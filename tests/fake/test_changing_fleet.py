@@ -12,6 +12,7 @@ import pytest
 import torch
 from adapted_trainer import with_adapter
 from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from optional_transports import NIXL
 from ranks import run_ranks
 from recorders import RecordedEngine, sent_messages
 from torch import nn
@@ -32,7 +33,7 @@ from weightsync.transports.nccl import NcclTransport
 from weightsync.worker.load_planner import LoadPlanner
 
 TIMEOUT_S = 20.0
-TRANSPORTS = ["ipc", "broadcast", "checkpoint"]
+TRANSPORTS = ["ipc", "broadcast", NIXL, "checkpoint"]
 A_PUSH = {"Ready", "Go", "Commit"}
 """What an engine that stays is sent."""
 
@@ -132,7 +133,7 @@ def test_engine_that_leaves_goes_on_untouched_and_the_others_are_pushed_to(
         assert staying.serves(3)
         assert another.serves(3)
         assert traced == []
-        if transport != "broadcast":  # a communicator is of all its members
+        if transport not in ("broadcast", "nixl"):  # a communicator is of all its members
             assert asked(sent, 1) == A_PUSH
             assert "init" not in staying.heard()
         with WeightSync("fsdp", "ipc", leaving, timeout_s=TIMEOUT_S) as other:  # nobody holds it any more
@@ -183,7 +184,7 @@ def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
     assert all(engine.serves(5) and engine.version() == "3" for engine in (first, second))
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", NIXL])
 def test_late_engine_catches_up_while_the_others_generate_on(engines: list[Named], transport: str) -> None:
     first, second = engines[:2]
     model = trainer_model(checkpoint(2))

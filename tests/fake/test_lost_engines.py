@@ -11,6 +11,7 @@ import pytest
 import torch
 from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from faults import FaultyTransport
+from optional_transports import NIXL
 from ranks import run_ranks
 from recorders import RecordedEngine
 
@@ -66,7 +67,7 @@ def engines() -> Iterator[list[MortalEngine]]:
         engine.close()
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", NIXL])
 def test_others_serve_the_version_and_the_report_names_the_lost_one(
     engines: list[MortalEngine], transport: str
 ) -> None:

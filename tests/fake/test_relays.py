@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of, trainer_model
 from fake_server import FakeServer
 from hosts import Host, Hosts
+from optional_transports import NIXL
 from torch import nn
 
 from weightsync import WeightSync, WeightSyncError
@@ -86,11 +87,11 @@ def dial(host: Host, address: str, port: int) -> float:
     return time.monotonic() - started
 
 
-def connect(host: Host, rank: int, size: int, engines: list[str], on_engine_failure: str | None) -> int:
+def connect(host: Host, rank: int, size: int, engines: list[str], on_engine_failure: str | None, transport: str) -> int:
     os.environ |= {KEY: "k" * 32, "MASTER_ADDR": "A", "MASTER_PORT": str(GROUP_PORT)}
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
-    host.kept.append(WeightSync("fsdp", "broadcast", engines, timeout_s=TIMEOUT_S, on_engine_failure=on_engine_failure))
+    host.kept.append(WeightSync("fsdp", transport, engines, timeout_s=TIMEOUT_S, on_engine_failure=on_engine_failure))
     return os.getpid()
 
 
@@ -121,7 +122,13 @@ class Fleet:
     """A trainer with ranks on the hosts `ranks`, and an engine on each of `engines`: a host may be named twice."""
 
     def __init__(
-        self, hosts: Hosts, ranks: str, engines: str, tp: int = 1, on_engine_failure: str | None = None
+        self,
+        hosts: Hosts,
+        ranks: str,
+        engines: str,
+        tp: int = 1,
+        on_engine_failure: str | None = None,
+        transport: str = "broadcast",
     ) -> None:
         self.hosts, self.names = hosts, sorted({*ranks, *engines})
         self.engines = [hosts.python(name) for name in engines]
@@ -131,7 +138,7 @@ class Fleet:
         self.urls = [f"http://{name}:{PORT + number}" for number, name in enumerate(engines)]
         self.ranks = [hosts.python(name) for name in ranks]
         for number, rank in enumerate(self.ranks):
-            rank.begin(connect, number, len(ranks), self.urls, on_engine_failure)
+            rank.begin(connect, number, len(ranks), self.urls, on_engine_failure, transport)
         self.rank_pids = [rank.result(120) for rank in self.ranks]
 
     def push(self, seed: int) -> list[tuple[str, float, tuple[str, ...]]]:
@@ -168,9 +175,10 @@ def begin_slowly(fleet: Fleet, seed: int) -> None:
     time.sleep(1.5)
 
 
-def test_each_link_carries_the_model_once_and_a_relay_that_dies_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["broadcast", NIXL])
+def test_each_link_carries_the_model_once_and_a_relay_that_dies_is_left_out(tmp_path: Path, transport: str) -> None:
     with Hosts("A", "B", "C", "D", shared=tmp_path) as hosts:
-        fleet = Fleet(hosts, "AB", "CDCA", tp=2, on_engine_failure="drop")
+        fleet = Fleet(hosts, "AB", "CDCA", 2, "drop", transport)
         for seed in (1, 2):
             _, times = fleet.push_and_count(seed)
         # Half of the model comes from B to the engine on A, which passes all on to C. There it goes to the other engine
@@ -202,6 +210,18 @@ def test_engines_of_other_sizes_are_one_chain_of_one_rank() -> None:
                     assert all(map(torch.equal, host.live.parameters(), expected.parameters()))
     for engine in engines:
         engine.close()
+
+
+@all_hosts
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_trainers_link_carries_the_model_once_over_nixl_too(tmp_path: Path, count: int) -> None:
+    names = "CDEFGHIJ"[:count]
+    with Hosts("A", *names, shared=tmp_path) as hosts:
+        fleet = Fleet(hosts, "A", names, transport="nixl")
+        fleet.push_and_count(1)
+        _, times = fleet.push_and_count(2)
+        print(f"{count} engines: {times['A'][1]:.3f} times the model")
+        assert 1 <= times["A"][1] <= HEADERS
 
 
 @all_hosts
