@@ -79,8 +79,11 @@ matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes d
 	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
 
-test-integrations: .venv-trl/.installed ## Train with TRL's own trainers, in an environment over $(VENV) that has TRL.
-	.venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
+test-integrations: .venv-trl/.installed $(TRL:%=.venv-trl/trl-%) ## Train with TRL's own trainers, or those of another release: `make test-integrations TRL=1.10.0`.
+	PYTHONPATH=$(TRL:%=$(CURDIR)/.venv-trl/trl-%) .venv-trl/bin/python -m pytest -q --durations=25 tests/integrations $(ARGS)
+
+.venv-trl/trl-%: .venv-trl/.installed
+	@.venv-trl/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target $@ trl==$*
 
 compare-trl: .venv-trl/.installed ## TRL's own way of synchronising weights beside weightsync's, in a few minutes.
 	PYTHONPATH=.:tests:tests/support:tests/integrations .venv-trl/bin/python tests/integrations/compare_trl.py

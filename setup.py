@@ -22,7 +22,8 @@ extras = {
     "nixl": ["nixl>=1.5,<2"],
     "prometheus": ["prometheus-client>=0.20"],
     "otel": ["opentelemetry-api>=1.20"],
-    "trl": ["trl>=1.16,<1.17"],
+    # TRL's own extra names a vLLM that TRL accepts. The last line holds it to one that weightsync accepts.
+    "trl": ["trl[vllm]>=1.5.1", "vllm>=0.25,<0.34"],
     "plot": ["matplotlib>=3.8"],
     "docs": ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0", "ruff>=0.9"],
     "dev": [

@@ -11,7 +11,14 @@ import trl_ranks
 from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, Answer, Engines, Remote, answer_of, assert_same, noted
 from ranks import run_ranks
 
-from weightsync import CheckpointTransport, ConfigError, LoraTransport, SingleCopyTransport, UnsupportedError
+from weightsync import (
+    CheckpointTransport,
+    ConfigError,
+    LoraTransport,
+    ManifestError,
+    SingleCopyTransport,
+    UnsupportedError,
+)
 from weightsync.engines.server import VllmServer
 from weightsync.net.child import free_port
 
@@ -72,12 +79,13 @@ def test_callback_pushes_from_a_trainer_that_does_not_generate(engines: Remote, 
     assert_same(noted(tmp_path / "pushed-0.json"), trained, "the engine")
 
 
+@pytest.mark.filterwarnings("ignore:TRL currently supports vLLM")
 def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from weightsync.integrations import trl
 
     with pytest.raises(ConfigError, match="has no `vllm_generation`; make it with use_vllm=True"):
         trl.attach(object())
-    colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate"))
+    colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate", sync_weights=None))
     for transport in ("single_copy", SingleCopyTransport(), SingleCopyTransport("/run/vllm")):
         with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, unlike TRL's"):
             trl.attach(colocated, transport)
@@ -88,11 +96,51 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trl.attach(colocated, CheckpointTransport("/shared", restart=True))
     with pytest.raises(ConfigError, match="every=0; it must be a whole number from 1 on"):
         trl.PushCallback(object(), every=0)
-    monkeypatch.setattr(trl, "version", lambda name: "1.17.0")
-    with pytest.raises(UnsupportedError, match=r"TRL 1\.17\.0 may synchronise"):
-        trl.attach(object())
-    with pytest.raises(UnsupportedError, match=r"TRL 1\.17\.0 may synchronise"), trl.no_communicator():
+    other = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate", sync_weights=None))
+    with pytest.raises(UnsupportedError, match=r"has no llm, enable_sleep_mode in its SimpleNamespace"):
+        trl.attach(other)
+    old = SimpleNamespace(vllm_generation=SimpleNamespace(mode="server", sync_weights=None, vllm_client=object()))
+    with pytest.raises(UnsupportedError, match="generates through its own server"):
+        trl.attach(old)
+    monkeypatch.delattr("trl.generation.vllm_client.VLLMClient.init_communicator")
+    with pytest.raises(UnsupportedError, match="no init_communicator in its VLLMClient"), trl.no_communicator():
         raise AssertionError("the body must not run")
+
+
+def test_an_unknown_release_is_told_of_and_watched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from weightsync.integrations import trl
+
+    def attached() -> Any:
+        made: list[Any] = []
+        generation = SimpleNamespace(mode="server", sync_weights=None)  # another rank than 0
+        trainer = SimpleNamespace(vllm_generation=generation, is_deepspeed_enabled=False, add_callback=made.append)
+        trl.attach(trainer, timeout_s=5.0)
+        return made[0]
+
+    with caplog.at_level("INFO", "weightsync.integrations.trl"):
+        attached()
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert "synchronises its weights through <WeightSync(backend='fsdp'" in caplog.text
+        for release in ("1.4.0", "1.17.0", "2.0.0.dev0"):
+            monkeypatch.setattr(trl, "version", lambda name, release=release: release)
+            caplog.clear()
+            watching = attached()
+            assert f"never with {release}" in caplog.text
+    with pytest.raises(UnsupportedError, match="has trained for a step, and not called"):
+        watching.on_step_end(None, None, None)
+
+
+def test_tensors_that_trl_does_not_send_are_explained() -> None:
+    from weightsync.integrations import trl
+
+    class Refused:
+        def push(self, stream: object) -> None:
+            raise ManifestError("missing 1", missing=["frozen"])
+
+    with pytest.raises(ManifestError, match=r"missing 1. TRL's asynchronous trainer sends no parameter with"):
+        trl.Transfer(Refused()).send_weights(iter(()))
 
 
 def test_server_equals_a_cold_engine(engines: Remote, tmp_path: Path) -> None:

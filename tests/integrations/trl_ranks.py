@@ -306,6 +306,7 @@ def train(trainer: Any, transport: str, checkpoint: Path, asked: Callable[[], An
         trainer.train()
         assert sync.last_report is not None
         trained = sync.last_report.version
+        assert any("weightsync/total_s" in logged for logged in trainer.state.log_history)
         trainer.vllm_generation.sync_weights()
         assert sync.last_report.version == trained + 1
         note(asked(), folder / f"pushed-{rank}.json")

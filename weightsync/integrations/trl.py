@@ -6,10 +6,14 @@
 
 TRL makes the engine and calls `VLLMGeneration.sync_weights` before it generates with a new policy. `attach` replaces
 this method of one trainer by a push. No other trainer of the process changes.
+
+No release of TRL promises these names. `attach` looks for each of them, and the first step shows whether TRL has called
+the replacement.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -19,12 +23,15 @@ import torch
 from transformers import TrainerCallback
 
 from weightsync.config import BackendName, check_count
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import ConfigError, ManifestError, UnsupportedError
+from weightsync.report import PushReport
 from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
 
-_KNOWN = ("1.16.",)
-"""The known releases of TRL. This module depends on their `VLLMGeneration`."""
+logger = logging.getLogger(__name__)
+
+_TESTED = (1, 5), (1, 16)
+"""The first and the last release of TRL that ran."""
 
 
 def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
@@ -43,15 +50,16 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
 
     Raises:
         ConfigError: The trainer has no engine, or TRL cannot use the transport.
-        UnsupportedError: The release of TRL is not known.
+        UnsupportedError: This release of TRL lacks a name that the push needs. Or, from `train`: TRL has generated for
+            a step without a push.
     """
-    _check_release()
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None:
         raise ConfigError(
             f"this {type(trainer).__name__} has no `vllm_generation`; make it with use_vllm=True, or push with "
             "PushCallback(WeightSync(backend, transport, engine))"
         )
+    _require(generation, "mode", "sync_weights")
     colocated = generation.mode == "colocate"
     demands = demands_of(transport)
     if demands == "writing":
@@ -64,9 +72,15 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
             "a server started with --enable-lora"
         )
     client = None if colocated else getattr(generation, "vllm_client", None)  # rank 0's alone
+    if client is not None and not hasattr(client, "model"):
+        raise UnsupportedError(
+            f"TRL {version('trl')} generates through its own server, which has no place for weightsync's plug-in. "
+            'Choose vllm_mode="colocate", or TRL 1.13 or later with `weightsync serve`'
+        )
     if colocated:
         from weightsync.vllm.plugin import plug_into
 
+        _require(generation, "llm", "enable_sleep_mode")
         plug_into(generation.llm)
     backend: BackendName = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
     sync = WeightSync(backend, transport, generation.llm if colocated else client and client.base_url, **options)
@@ -75,13 +89,38 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
         if colocated and generation.enable_sleep_mode:
             torch.cuda.empty_cache()  # or memory that the trainer freed stays in torch's cache
             generation.llm.wake_up(tags=["weights"])
-            generation._llm_weights_sleeping = False  # TRL's own flag
-        sync.push(trainer.model_wrapped)
+            generation._llm_weights_sleeping = False  # TRL's own flag. Releases before 1.10 do without it
+        _report(trainer, sync.push(trainer.model_wrapped))
         if client is not None and sync.adapter is not None:
             client.model = sync.adapter.name
 
     generation.sync_weights = sync_weights
+    trainer.add_callback(_FirstStep(sync))
+    _warn_of_release()
+    logger.info("TRL %s synchronises its weights through %r", version("trl"), sync)
     return sync
+
+
+def _report(trainer: Any, report: PushReport) -> None:
+    """Add a push's metrics to the trainer's own, which TRL averages and logs. A trainer without them gets none."""
+    mode = "train" if trainer.model.training else "eval"
+    if (metrics := getattr(trainer, "_metrics", {}).get(mode)) is not None:
+        for name, value in report.metrics().items():
+            metrics[name].append(value)
+
+
+class _FirstStep(TrainerCallback):
+    """Ends the training if its first step has gone by without a push: TRL then synchronises in another way."""
+
+    def __init__(self, sync: WeightSync) -> None:
+        self._sync = sync
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self._sync.last_report is None:
+            raise UnsupportedError(
+                f"TRL {version('trl')} has trained for a step, and not called VLLMGeneration.sync_weights: no weights "
+                "were pushed. Push with PushCallback"
+            )
 
 
 @contextmanager
@@ -92,11 +131,11 @@ def no_communicator() -> Iterator[None]:
             trainer = GRPOTrainer(model, args=GRPOConfig(use_vllm=True, vllm_mode="server"), ...)
         attach(trainer)
 
-    Raises `UnsupportedError` for an unknown release of TRL.
+    Raises `UnsupportedError` for a release of TRL without this group.
     """
-    _check_release()
     from trl.generation.vllm_client import VLLMClient
 
+    _require(VLLMClient, "init_communicator")
     opened = VLLMClient.init_communicator
     VLLMClient.init_communicator = lambda *args, **kwargs: None
     try:
@@ -124,7 +163,15 @@ class Transfer:
         return
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        self._sync.push(iterator)
+        try:
+            self._sync.push(iterator)
+        except ManifestError as error:
+            if error.missing:
+                error.message += (
+                    ". TRL's asynchronous trainer sends no parameter with requires_grad=False: let them train, or push "
+                    "the whole model with PushCallback"
+                )
+            raise
 
     def resume(self) -> None:
         return
@@ -158,10 +205,23 @@ class PushCallback(TrainerCallback):
             self._sync.push(objects["model"])
 
 
-def _check_release() -> None:
-    found = version("trl")
-    if not found.startswith(_KNOWN):
+def _require(found: Any, *names: str) -> None:
+    """Raise `UnsupportedError` if TRL's object lacks one of these names."""
+    if lacking := [name for name in names if not hasattr(found, name)]:
+        owner = found if isinstance(found, type) else type(found)
         raise UnsupportedError(
-            f"TRL {found} may synchronise weights otherwise than {', '.join(_KNOWN)}x; install one of these versions, "
-            "or push with PushCallback"
+            f"TRL {version('trl')} has no {', '.join(lacking)} in its {owner.__name__}, and weightsync needs it. Push "
+            "with PushCallback"
+        )
+
+
+def _warn_of_release() -> None:
+    release = version("trl")
+    first, last = _TESTED
+    if not first <= tuple(int(part) for part in release.split(".")[:2]) <= last:
+        logger.warning(
+            "weightsync ran with TRL %d.%d to %d.%d, and never with %s. The first step shows whether TRL calls it",
+            *first,
+            *last,
+            release,
         )
