@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,10 @@ def place_to_write() -> Path:
 def _living(path: Path) -> list[Bridge]:
     """Return the files of running engines at `path`, and at the names beside it that `write` chooses."""
     found = []
-    for candidate in [path, *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]:
+    # `Path.glob` raises for an unreadable folder.
+    for candidate in [str(path), *sorted(glob(f"{escape(str(path.with_suffix('')))}-*{path.suffix}"))]:
         with suppress(WeightSyncError):
-            check(bridge := read(candidate))
+            check(bridge := read(Path(candidate)))
             found.append(bridge)
     return found
 
@@ -141,8 +143,10 @@ def write(path: Path, model: str, url: str | None, tp_degree: int, workers: list
     Where another running engine has written `path`, the name ends in this process's id. A concurrent reader sees the
     old file or the complete new one.
     """
-    if any(bridge.path == path and bridge.workers[0].pid != os.getpid() for bridge in _living(path)):
-        path = path.with_stem(f"{path.stem}-{os.getpid()}")
+    with suppress(WeightSyncError):
+        check(other := read(path))
+        if other.workers[0].pid != os.getpid():
+            path = path.with_stem(f"{path.stem}-{os.getpid()}")
     first = workers[0]
     mappings = {
         name: {"vllm_name": name, "shape": row["shape"], "dtype": row["dtype"], "device": first.device}
