@@ -107,6 +107,7 @@ pictures: $(INSTALLED) ## Draw the pictures of docs/reference/benchmarks.md from
 	$(PY) -m weightsync bench --from $(RESULTS)27-h200-experts.json --plot docs/reference/benchmarks-experts.svg
 	$(PY) -m weightsync bench --from $(addprefix $(RESULTS),27-h200-fsdp-tp2.json 25-h200-fsdp.json 25-h100-broadcast.json) \
 	    --plot docs/reference/benchmarks-dense.svg
+	$(PY) -m weightsync bench --from $(RESULTS)27-h200-peers.json --plot docs/reference/benchmarks-peers.svg
 	PYTHONPATH=. $(PY) benchmarks/draw_push.py $(RESULTS)27-h200-push-timeline.json docs/internals/push-timeline.svg
 
 .dashboard/page.js: docs/operate/grafana.json $(addprefix tests/integrations_prometheus/,dashboard.jsx package.json)
