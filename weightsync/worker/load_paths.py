@@ -27,7 +27,7 @@ from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.fused_quantize import AnyForm, Recipe, pieces_of
 from weightsync.worker.load_planner import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.worker.module_groups import LiveTensor, ModuleGroup, live_tensor, parameters_of
-from weightsync.worker.reload import Reload
+from weightsync.worker.reload import Reload, given_memory
 from weightsync.worker.trace import named_tensors, paddings
 
 _Unit = TypeVar("_Unit", "ModuleGroup", "Weight")
@@ -465,10 +465,17 @@ class NativeLoader(_Reloading):
             names = sorted(self._arrivals.traced.sources[group])
             self._wanted.subtract(names)
             weights = ((name, self._take(name)) for name in names)
-            with self._reload(group).installed():
+            with self._reload(group).installed(), given_memory(self._read_beside(group, names), self._model):
                 pairs, dtype = self._arrivals.traced.pairs, self._model.dtype
                 self._model.load_weights(self._loaded_by(group), quantised(weights, pairs, dtype))
             self._close(group)
+
+    def _read_beside(self, group: ModuleGroup, names: Sequence[str]) -> set[str]:
+        """Return the other parameters that the loader fills from these tensors. It may compute from them."""
+        trace = self._arrivals.traced.trace
+        filled = {copy.param for copy in trace.copies if copy.name in names}
+        filled |= {param for param, own in trace.computed.items() if not set(own).isdisjoint(names)}
+        return filled.difference(group.params)
 
     def _loaded_by(self, group: ModuleGroup) -> nn.Module:
         """Return the never loaded model with the loader for this group."""

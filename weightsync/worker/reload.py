@@ -7,7 +7,7 @@ were live before (Record2), because CUDA graphs have captured their addresses. A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -155,6 +155,24 @@ def install(module: nn.Module, template: nn.Module, fresh: dict[int, nn.Paramete
     """Give `module` the parameters of `fresh`, by id of the template's, in the template's slots."""
     for key, param in list(template._parameters.items()):
         module._parameters[key] = None if param is None else fresh[id(param)]
+
+
+@contextmanager
+def given_memory(params: Collection[str], model: EngineModel) -> Iterator[None]:
+    """Give parameters of the never loaded model memory, and set the default dtype of an engine's start, meanwhile."""
+    pristine = model.pristine()
+    places = [(pristine.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in params]
+    saved = [(module, key, param) for module, key in places if (param := module._parameters.get(key)) is not None]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)  # the loader may make further parameters
+    try:
+        for module, key, param in saved:
+            module._parameters[key] = materialise(param, model.device)
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        for module, key, param in saved:
+            module._parameters[key] = param
 
 
 def materialise(param: nn.Parameter, device: torch.device) -> nn.Parameter:

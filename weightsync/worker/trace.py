@@ -130,13 +130,29 @@ def run_loader(model: nn.Module, load_weights: LoadWeights, feed: Feed, *, may_l
     except Exception:
         if not (may_lack and feed.is_read):
             raise
+    return _from_tensors(model, recorder)
+
+
+def _from_tensors(model: nn.Module, recorder: _Recorder) -> Trace:
+    """Return the loader's work in terms of tensors alone.
+
+    A parameter computed from another parameter, as for a classifier made of a language model, is computed from the
+    tensors of that one. Parameters that the loader removes at its end, such as an output layer, are left out.
+    """
     for param, read in recorder.read_back.items():
-        raise UnsupportedError(
-            f"the loader of the engine's {type(model).__name__} computes {param} from {read}, a parameter loaded "
-            "before, as for a classifier made of a language model. A load plan fills parameters from the trainer's "
-            "tensors alone; use CheckpointTransport(folder, restart=True)"
-        )
-    return Trace(recorder.copies, recorder.fills, recorder.computed)
+        names = [*(copy.name for copy in recorder.copies if copy.param == read), *recorder.computed.get(read, ())]
+        if not names:
+            raise UnsupportedError(
+                f"the loader of the engine's {type(model).__name__} computes {param} from {read}, for which the "
+                "trainer has no tensor. Push the whole model, or use CheckpointTransport(folder, restart=True)"
+            )
+        recorder.computed[param] = list(dict.fromkeys([*recorder.computed[param], *names]))
+    removed = {*recorder.read_back.values()} - named_tensors(model).keys()
+    return Trace(
+        [copy for copy in recorder.copies if copy.param not in removed],
+        [fill for fill in recorder.fills if fill.param not in removed],
+        {param: names for param, names in recorder.computed.items() if param not in removed},
+    )
 
 
 def _untraceable(model: nn.Module, meta: TensorMeta | None, error: Exception) -> UnsupportedError:
