@@ -94,11 +94,13 @@ _LAZY = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> "Any":
-    """Import the module of a name of `_LAZY` on its first use."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import the module of a name of `_LAZY`, or `weightsync.errors`, on its first use."""
     from importlib import import_module
 
+    if name == "errors":
+        return import_module("weightsync.errors")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LAZY[name]), name)
     return value
 

@@ -170,6 +170,7 @@ MESSAGES: dict[str, dict[str, Form]] = {
     "PlanRequest": {
         "tensors": array(MANIFEST),
         "tied": array(row(text, text)),
+        "keep": array(text),
         "transport": text,
         "invitation": PLAIN_MAP,
     },

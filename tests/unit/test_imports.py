@@ -439,6 +439,11 @@ def test_heavy_packages_are_imported_lazily():
     fail_on(violations, f"{LAZY} are imported inside the function that needs them.")
 
 
+def test_errors_are_an_attribute_of_the_package():
+    program = "import weightsync; print(weightsync.errors.WeightSyncError is weightsync.WeightSyncError)"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == "True\n"
+
+
 @pytest.mark.parametrize("code", ["import weightsync", "from weightsync.tools.cli import main; main([])"])
 def test_a_cheap_start_loads_no_heavy_package(code: str):
     program = f"import json, sys; {code}; print(json.dumps(sorted(sys.modules)))"
