@@ -27,8 +27,8 @@ from weightsync.planning.layout import Count
 
 BACKEND = "WEIGHTSYNC_NIXL_BACKEND"
 """The environment variable with the name of NIXL's backend. UCX without it."""
-PIECE_BYTES = 2**22
-"""Most bytes of one descriptor. UCX reads one of 64 MiB at a third of the speed of sixteen in one list."""
+PIECE_BYTES = 2**20
+"""Most bytes of one descriptor. UCX reads larger and smaller ones slower out of shared memory."""
 _PROGRESS_US = 100
 """Pause of an agent's own thread between two looks at its peers. Without it the thread takes a core, even when idle."""
 _INSTALL = 'install it beside the trainer and beside the engine: pip install "weightsync[nixl]"'

@@ -1,0 +1,144 @@
+"""Pushes over NIXL to stand-ins: what they leave behind, what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from recorders import RecordedEngine
+
+from weightsync import ConfigError, PlacementError, WeightSync, WeightSyncError
+from weightsync.transports import nixl_group
+from weightsync.transports.nixl import NixlReceiver, NixlTransport
+from weightsync.transports.nixl_agent import Agent, AgentAddress
+
+pytest.importorskip("nixl")
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    engine = RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    yield engine
+    engine.close()
+
+
+def serves(engine: RecordedEngine, seed: int) -> bool:
+    return torch.equal(engine.hosts[0].live.embed.weight, cold(checkpoint(seed)).embed.weight)
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[AgentAddress]:
+    """The addresses that agents have given away."""
+    found: list[AgentAddress] = []
+    real = Agent.address
+
+    def address(agent: Agent) -> AgentAddress:
+        found.append(real(agent))
+        return found[-1]
+
+    monkeypatch.setattr(Agent, "address", address)
+    return found
+
+
+def test_addresses_of_agents_are_in_no_log(
+    engine: RecordedEngine,
+    addresses: list[AgentAddress],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+):
+    caplog.set_level(logging.DEBUG)
+    with WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    assert serves(engine, 2)
+    said = caplog.text + "".join(capfd.readouterr())
+    assert len(addresses) == 2
+    for each in addresses:
+        for secret in (each.metadata.hex(), repr(each.metadata)[2:-1], each.agent, *map(str, each.slots)):
+            assert secret not in said
+
+
+def test_tensors_that_move_are_pushed_from_where_they_lie(engine: RecordedEngine):
+    with WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S) as sync:
+        for seed in (2, 3):  # each model has memory of its own
+            sync.push(trainer_model(checkpoint(seed)))
+            assert serves(engine, seed)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_close_ends_the_agents_and_closes_their_files(engine: RecordedEngine):
+    found = []
+    for seed in (2, 3, 4):
+        with WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S) as sync:
+            sync.push(trainer_model(checkpoint(seed)))
+            used = open_files()
+        found.append(open_files())
+        assert found[-1] < used
+    assert max(found[1:]) <= found[0]
+
+
+def test_trainer_that_has_failed_cannot_be_read_any_more(
+    engine: RecordedEngine, addresses: list[AgentAddress], monkeypatch: pytest.MonkeyPatch
+):
+    thief, room = Agent("UCX"), torch.zeros(64, dtype=torch.uint8)
+    thief.register([room])
+    with WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        for kept in addresses:
+            thief.add(kept)
+            read_whole(thief, kept, room)
+        monkeypatch.setattr(NixlTransport, "send", lambda *_: 1 / 0)
+        with pytest.raises(WeightSyncError, match="division by zero"):
+            sync.push(trainer_model(checkpoint(3)))
+        for kept in addresses:
+            with pytest.raises(WeightSyncError, match="cannot be read"):
+                read_whole(thief, kept, room)
+    thief.close()
+
+
+def read_whole(agent: Agent, address: AgentAddress, room: torch.Tensor) -> None:
+    read = agent.read(address, 0, 0, room, 0)
+    until = time.monotonic() + 10
+    while not agent.is_read(read, address):
+        assert time.monotonic() < until
+
+
+def test_engine_without_nixl_is_named_before_anything_is_written(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+):
+    def meet(*_: Any) -> None:
+        raise ConfigError("NIXL is missing here")
+
+    monkeypatch.setattr(NixlReceiver, "meet", meet)
+    with WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S) as sync:
+        with pytest.raises(ConfigError, match=r"NIXL is missing here \[engine 0 worker tp=0"):
+            sync.push(trainer_model(checkpoint(2)))
+        assert serves(engine, 1)
+        monkeypatch.undo()
+        sync.push(trainer_model(checkpoint(2)))
+    assert serves(engine, 2)
+
+
+def test_versions_that_differ_are_refused_before_anything_is_written(
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
+):
+    versions = iter(["1.5.1", "1.5.1", "1.5.1", "1.6.0"])
+    with monkeypatch.context() as patched:
+        patched.setattr(nixl_group, "nixl_version", lambda: next(versions))
+        with (
+            WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S) as sync,
+            pytest.raises(PlacementError, match=r"has NIXL 1\.5\.1, and .* has NIXL 1\.6\.0|1\.6\.0, and .* 1\.5\.1"),
+        ):
+            sync.push(trainer_model(checkpoint(2)))
+    assert serves(engine, 1)
