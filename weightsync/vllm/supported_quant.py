@@ -78,9 +78,9 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
 def kind_of(module: nn.Module) -> str:
     """Return a key of `PROVEN`.
 
-    It is "method", or "method(block)" for scales of blocks. Experts of compressed-tensors give "method(traits)", a layer
-    with a scheme "method/scheme(traits)". Traits are the granularity of scales, the number of bits, "asymmetric", and
-    "g_idx" for reordered columns.
+    It is "method", or "method(block)" for scales of blocks. Experts of compressed-tensors give "method(traits)", and a
+    layer with a scheme "method/scheme(traits)". Traits are the granularity of scales, the number of bits, "asymmetric",
+    and "g_idx" for reordered columns.
     """
     method = compat.quant_method(module)
     kind = type(method).__name__
