@@ -292,12 +292,13 @@ def fsdp2(rank: int) -> None:
             fully_shard(module)
     check(shard(model), expected)
 
-    model = wrapped("linear")
-    flat = FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True
-    )
-    with pytest.raises(UnsupportedError, match="FSDP1 is not covered"):
-        open_source("fsdp", TensorSelection()).read(flat)
+    for use_dora in (False, True):
+        model = wrapped("linear", use_dora=use_dora)
+        flat = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True
+        )
+        with pytest.raises(UnsupportedError, match="FSDP1 is not covered"):
+            open_source("fsdp", TensorSelection()).read(flat)
 
 
 def test_shards_are_merged_as_the_whole_is():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -79,7 +80,8 @@ def _changes(layer: Any) -> list[Adapter]:
         return [AddedProducts(layer, getattr(layer, "parameter_name", "weight"))]
     # Any of the module's own tensors may change: IA3 multiplies biases too.
     names = [name for name, param in layer.get_base_layer()._parameters.items() if param is not None]
-    return [Adapter(layer, name) for name in names]
+    # Without any, "weight" is refused later: the adapter must not be left out silently.
+    return [Adapter(layer, name) for name in names or ["weight"]]
 
 
 def _adds_products(layer: Any) -> bool:
@@ -214,15 +216,29 @@ class AddedProducts(Adapter):
         from peft.tuners.lora.layer import Embedding
 
         merged = values.clone()
-        # PEFT reads shape, dtype and device of the base, and a sharded one has another shape.
-        base = torch.empty((), dtype=values.dtype, device=values.device).expand(self.shape)
-        twin = _twin(self.layer, {**whole, self.param: base})
         for name in self.names():
             # Factors may be on a GPU when the values are offloaded to the CPU.
-            delta = twin.get_delta_weight(name)[region(box)].to(merged.device)
+            delta = self._product(name, values, whole)[region(box)].to(merged.device)
             # PEFT lets a linear layer's sum be rounded once, and rounds an embedding's product first.
             merged += delta.to(merged.dtype) if isinstance(self.layer, Embedding) else delta
         return merged
+
+    def _product(self, name: str, values: torch.Tensor, whole: Whole) -> torch.Tensor:
+        """Compute PEFT's addition to the whole tensor. PEFT's own code runs on a stand-in for the layer."""
+        a, b = (whole[factor] for factor in self._factors(name))
+        # PEFT reads shape, dtype and device of the base. A sharded one has another shape.
+        base = torch.empty((), dtype=values.dtype, device=values.device).expand(self.shape)
+        modules = {
+            "base_layer": SimpleNamespace(**{self.tail: base}, groups=1),
+            "lora_A": {name: SimpleNamespace(weight=a)},
+            "lora_B": {name: SimpleNamespace(weight=b)},
+            "lora_embedding_A": {name: a},
+            "lora_embedding_B": {name: b},
+        }
+        stand_in: Any = object.__new__(type(self.layer))
+        vars(stand_in).update({**vars(self.layer), "_modules": modules})
+        product: torch.Tensor = stand_in.get_delta_weight(name)
+        return product
 
     @property
     def is_plain(self) -> bool:
