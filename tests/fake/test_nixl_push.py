@@ -62,7 +62,7 @@ def test_addresses_of_agents_are_in_no_log(
     said = caplog.text + "".join(capfd.readouterr())
     assert len(addresses) == 2
     for each in addresses:
-        for secret in (each.metadata.hex(), repr(each.metadata)[2:-1], each.agent, *map(str, each.slots)):
+        for secret in (each.metadata, repr(bytes.fromhex(each.metadata))[2:-1], each.agent, *map(str, each.slots)):
             assert secret not in said
 
 

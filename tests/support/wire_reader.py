@@ -115,6 +115,7 @@ STORAGE_KINDS = {
         event_sync=boolean,
         gpu_uuid=text,
     ),
+    "nixl": record(firsts=array(maybe(COUNT))),
 }
 """What opens a storage of each kind."""
 
@@ -132,6 +133,7 @@ TRANSPORT_FIELDS: dict[str, dict[str, Form]] = {
         "before": NAMES,
         "after": NAMES,
     },
+    "nixl": {"slot_bytes": COUNT, "runs": SLOT_RUNS, "before": array(COUNT), "behind": array(COUNT)},
     "checkpoint": {
         "slot_bytes": COUNT,
         "runs": SLOT_RUNS,
@@ -148,6 +150,7 @@ INVITATIONS: dict[str, dict[str, Form]] = {
         "device": word("cpu", "cuda"),
         "rank": COUNT,
     },
+    "nixl": {"place": row(text, COUNT, text), "size": COUNT, "rank": COUNT, "backend": text},
 }
 """What `PlanRequest.invitation` has with each transport."""
 

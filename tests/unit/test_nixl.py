@@ -23,8 +23,8 @@ NAMES = ["trainer rank 0", "trainer rank 1", "engine 0 worker tp=0", "engine 1 w
 
 
 def introduced(number: int, before: list[int], behind: list[int], version: str = "1.5.1") -> Introduction:
-    address = AgentAddress(f"agent {number}", "", b"all", None, [64, 128])
-    contact = AgentAddress(f"agent {number}", "", b"contact", None, [])
+    address = AgentAddress(f"agent {number}", "", "a11a", None, [64, 128])
+    contact = AgentAddress(f"agent {number}", "", "c0c0", None, [])
     return Introduction(version, address, contact, before, behind)
 
 
@@ -38,9 +38,9 @@ def test_a_member_gets_to_know_those_beside_it_and_nobody_else():
 
 def test_only_a_reader_gets_what_opens_memory():
     told = [dict(those) for those in introduce(CHAIN, NAMES)]
-    assert (told[3][2].metadata, told[3][2].slots, told[3][2].member) == (b"all", [64, 128], NAMES[2])
-    assert (told[0][2].metadata, told[0][2].slots) == (b"contact", [])
-    assert (told[2][3].metadata, told[2][3].slots) == (b"contact", [])
+    assert (told[3][2].metadata, told[3][2].slots, told[3][2].member) == ("a11a", [64, 128], NAMES[2])
+    assert (told[0][2].metadata, told[0][2].slots) == ("c0c0", [])
+    assert (told[2][3].metadata, told[2][3].slots) == ("c0c0", [])
 
 
 def test_a_member_that_claims_to_read_where_it_does_not_is_told_nothing():
@@ -67,7 +67,9 @@ def test_missing_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_packages_of_two_versions_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(nixl_agent, "load_nixl", lambda: SimpleNamespace(_pkg=SimpleNamespace(__name__="nixl_cu13")))
+    monkeypatch.setattr(
+        nixl_agent, "load_nixl", lambda: SimpleNamespace(__name__="nixl", _pkg=SimpleNamespace(__name__="nixl_cu13"))
+    )
     found = {"nixl": "1.5.1", "nixl-cu13": "1.4.0"}
     monkeypatch.setattr(nixl_agent.metadata, "version", found.__getitem__)
     with pytest.raises(ConfigError, match=r"nixl 1\.5\.1 and nixl-cu13 1\.4\.0"):
@@ -152,7 +154,7 @@ def test_contact_does_not_open_memory(agents: tuple[Agent, Agent]):
     contact = owner.contact()
     reader.add(contact)
     with pytest.raises(WeightSyncError, match="cannot be read"):
-        reader.read(AgentAddress(contact.agent, "", b"", None, [slot.data_ptr()]), 0, 0, reader.slots[0], 1)
+        reader.read(AgentAddress(contact.agent, "", "", None, [slot.data_ptr()]), 0, 0, reader.slots[0], 1)
 
 
 def test_backend_that_is_not_there_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ OF_ANY_PUSH = {"Hello", "PlanRequest", "PackedLoadPlan", "Ready", "Go", "Done", 
 SINGLE_COPY = OF_ANY_PUSH | {"ExportParameters", "ParametersExported"}
 SAID = dict.fromkeys(("ipc", "broadcast", "checkpoint"), OF_ANY_PUSH | {"Connect", "Connected"})
 SAID["broadcast"] = SAID["ipc"] | {"Value"}
+SAID |= {"nixl": SAID["broadcast"]} if find_spec("nixl") else {}
 SAID["single_copy"] = SINGLE_COPY
 
 VALUES: list[Any] = [None, True, -1, -2, -33, 0, 255, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, float("nan")]

@@ -342,8 +342,10 @@ class _Reader:
 
     def loaded(self, number: int) -> None:
         """Note that the loading of a chunk is queued on the current stream."""
-        on_gpu = self._slots[0].is_cuda
-        self._loads[number % SLOTS] = torch.cuda.current_stream().record_event() if on_gpu else None
+        device = self._slots[0].device
+        self._loads[number % SLOTS] = (
+            torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        )
         self._read.remove(number)
 
     def join(self) -> None:

@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from weightsync.errors import ConfigError, PeerError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.planning.layout import Count
+from weightsync.transports.shared_handles import Hex
 
 BACKEND = "WEIGHTSYNC_NIXL_BACKEND"
 """The environment variable with the name of NIXL's backend. UCX without it."""
@@ -38,14 +39,14 @@ class AgentAddress(Struct, frozen=True, array_like=True):
     """An agent's address: for reads of its slots, or for counts alone.
 
     agent: the agent's name. `member` is its member's, for errors. Rank 0 fills it in.
-    metadata: NIXL's description of the agent. For counts alone it has no registered memory.
+    metadata: NIXL's description of the agent, as hexadecimal digits. For counts alone it has no registered memory.
     gpu: the number of the slots' GPU in the agent's process. None: they lie in a CPU's memory.
     slots: the slots' addresses.
     """
 
     agent: str
     member: str
-    metadata: bytes
+    metadata: Hex
     gpu: Count | None
     slots: list[Count]
 
@@ -70,12 +71,15 @@ def load_nixl() -> Any:
 
 def nixl_version() -> str:
     """Return the version of NIXL. Raises `ConfigError` as `load_nixl` does."""
-    packages = "nixl", load_nixl()._pkg.__name__.replace("_", "-")
-    found = {name: metadata.version(name) for name in packages}
+    nixl, found = load_nixl(), {}
+    for module in (nixl, getattr(nixl, "_pkg", nixl)):  # a build from source has one package
+        name = module.__name__.replace("_", "-")
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     if len({*found.values()}) > 1:
         both = " and ".join(f"{name} {version}" for name, version in found.items())
         raise ConfigError(f"NIXL's packages are of two versions, {both}. Remove both, and {_INSTALL}")
-    return found["nixl"]
+    return next(iter(found.values()), "unknown")
 
 
 class Agent:
@@ -138,16 +142,16 @@ class Agent:
         with self._calls("NIXL does not describe this process"):
             told = self._agent.getLocalMD()
         gpu = gpu_of(self.slots[0]) if self.slots else None
-        return AgentAddress(self.name, "", told, gpu, [slot.data_ptr() for slot in self.slots])
+        return AgentAddress(self.name, "", told.hex(), gpu, [slot.data_ptr() for slot in self.slots])
 
     def contact(self) -> AgentAddress:
         """Return this agent's address for counts alone. It opens no memory."""
-        return AgentAddress(self.name, "", self._contact, None, [])
+        return AgentAddress(self.name, "", self._contact.hex(), None, [])
 
     def add(self, peer: AgentAddress) -> None:
         """Take note of another agent."""
         with self._calls(f"{peer.member}'s NIXL agent is not understood"):
-            name = self._agent.loadRemoteMD(peer.metadata)
+            name = self._agent.loadRemoteMD(bytes.fromhex(peer.metadata))
         if name not in (peer.agent, peer.agent.encode()):
             raise ProtocolError(f"the metadata of {peer.member}'s NIXL agent is of another agent")
 

@@ -47,19 +47,19 @@ class OpenFileHandle(Struct, frozen=True, forbid_unknown_fields=True):
     inode: Count
 
 
-_Hex = Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*\Z")]
+Hex = Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*\Z")]
 
 
 class CudaHandle(Struct, frozen=True, forbid_unknown_fields=True):
     """A CUDA IPC handle: torch's fields for another process, and the GPU of the memory."""
 
     device: Count
-    handle: _Hex
+    handle: Hex
     nbytes: Count
     offset_bytes: Count
-    counter_handle: _Hex
+    counter_handle: Hex
     counter_offset: Count
-    event_handle: _Hex
+    event_handle: Hex
     event_sync: bool
     gpu_uuid: str
 
