@@ -98,7 +98,8 @@ def main() -> None:
     run(json.loads(sys.argv[1]), Console(file=shown))
     shown.flush()
     sys.stderr.flush()
-    # Threads of torch's process group may abort a process in which Python shuts down.
+    # A gloo thread may still have to free a tensor of the last collective. Then torch aborts a process in which Python
+    # shuts down (pytorch/pytorch#190489). `destroy_process_group` keeps the threads of a group that FSDP2's mesh holds.
     os._exit(0)
 
 
