@@ -33,6 +33,8 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "M
 
 _CHECKED_WHERE_READ = ("backend", "transport", "engine", "bucketer", "selection", "quantize", "encoding", "ranks")
 """Options with objects or names that only their readers know, such as a plug-in's transport."""
+_NAMES = ("backend", "bucketer")
+"""The options among these with no other names than those of their types."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,18 @@ class WeightSyncConfig:
     def __post_init__(self) -> None:
         if isinstance(self.max_bytes, str):
             object.__setattr__(self, "max_bytes", read_bytes(self.max_bytes))
-        for name, kind in _KINDS.items():
+        for name, kind in _TYPES.items():
+            given = getattr(self, name)
+            if name in _CHECKED_WHERE_READ and not (name in _NAMES and isinstance(given, str)):
+                continue
             try:
-                convert(given := getattr(self, name), kind)
+                convert(given, kind)
             except ValidationError:
                 raise ConfigError(f"{name}={given!r}; {_expected(kind)}") from None
         read_selection(self.selection)
 
 
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)
-_KINDS = {name: kind for name, kind in _TYPES.items() if name not in _CHECKED_WHERE_READ}
-"""The types of the options that the config itself checks."""
 
 
 def _one_kind(kind: Any) -> Any:

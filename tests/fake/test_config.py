@@ -101,7 +101,8 @@ def test_a_structured_config_of_omegaconf() -> None:
         ({"backend": "fsdp", "max_bytes": True}, "max_bytes=True; it must be a whole number"),
         ({"backend": "fsdp", "hold_s": 0}, "hold_s=0; it must be positive seconds, or None for no limit"),
         ({"backend": "fsdp", "progress": "no"}, "progress='no'; it must be true, false or None"),
-        ({"backend": "fsd"}, "backend='fsd'. Choose \"fsdp\""),
+        ({"backend": "fsd"}, "backend='fsd'; choose one of fsdp, deepspeed, megatron, stream"),
+        ({"backend": None}, 'backend=None. Choose "fsdp"'),
         ({"backend": "fsdp", "pause": "never"}, "choose one of keep, wait, abort"),
         ("fsdp", "expected a WeightSyncConfig or a mapping of its fields"),
     ],
@@ -109,6 +110,12 @@ def test_a_structured_config_of_omegaconf() -> None:
 def test_a_config_has_the_errors_of_weight_sync(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         WeightSync.from_config(config)
+
+
+@pytest.mark.parametrize("option", ["backend", "bucketer"])
+def test_a_config_alone_refuses_names_of_no_choice(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}='modul'; choose one of "):
+        WeightSyncConfig(**{"backend": "fsdp", option: "modul"})
 
 
 def test_a_selection_stays_what_it_is() -> None:

@@ -182,7 +182,7 @@ def test_worker_that_fails_at_once_frees_those_in_post_processing(
         def fail() -> None:
             raise DigestError("one worker has lost what it had")
 
-        monkeypatch.setattr(engine.sessions[0].receiver._plan, "check_frozen", fail)
+        monkeypatch.setattr(engine.sessions[0].receiver._plan.frozen, "check", fail)
         started = time.monotonic()
         with pytest.raises(DigestError):
             sync.push(model)

@@ -14,13 +14,23 @@ from memory_trainer import MemoryTrainer, manifest_of
 from msgspec.structs import replace
 from torch import nn
 
-from weightsync.errors import DigestError, PeerError, PlacementError, ProtocolError, SyncTimeoutError, UnsupportedError
+from weightsync.errors import (
+    ConfigError,
+    DigestError,
+    ManifestError,
+    PeerError,
+    PlacementError,
+    ProtocolError,
+    SyncTimeoutError,
+    UnsupportedError,
+)
 from weightsync.kernels.copies import BatchedCopy
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import CLEAN, POISONED, Go
-from weightsync.planning.layout import Box
+from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.planning.wire_types import ChunkLayout
 from weightsync.worker import loader
+from weightsync.worker import trace as trace_module
 from weightsync.worker.engine_model import WorkerIdentity
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.worker.loader import Receiver, await_stream
@@ -330,6 +340,24 @@ def test_all_that_is_wrong_with_the_names_is_found_in_one_trace():
     assert list(trace.refused) == ["wrong.kind", "wrong.shape"]
     assert trace.refused["wrong.kind"].startswith("shape (3,): ")
     assert [copy.name for copy in trace.copies] == ["weight"]
+
+
+class Squeezes(Picky):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            assert tensor.shape == (1, 3)
+            super().load_weights([(name, tensor.squeeze_(0))])
+
+
+def test_a_trace_that_begins_anew_makes_again_only_what_was_read(monkeypatch: pytest.MonkeyPatch):
+    made: list[str] = []
+    offer = trace_module._offer
+    monkeypatch.setattr(trace_module, "_offer", lambda meta: made.append(meta.name) or offer(meta))
+    names = ["typo", "weight", "lora.weight", "rotary.inv_freq"]
+    trace = trace_of(Squeezes, dict.fromkeys(names, torch.zeros(1, 3)))
+    assert trace.unknown == ["typo", "lora.weight"]
+    assert [copy.name for copy in trace.copies] == ["weight"]
+    assert made == [*names, "weight"]
 
 
 def test_a_loader_that_fails_on_its_own_account_is_not_blamed_on_a_tensor():
@@ -798,6 +826,19 @@ def test_a_computed_buffer_is_refused_before_anything_is_written():
     with pytest.raises(UnsupportedError, match=r"computes 1 buffers.*correction"):
         Receiver(host).make_plan(manifest_of({"weight": torch.ones(3), "correction": torch.ones(3)}))
     assert host.live.weight.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        (TensorMeta("weight", (3,), "float99"), "dtype 'float99' is not covered"),
+        (TensorMeta("weight", (2**40, 2**40), "float32"), "no address space has as many bytes"),
+        (TensorMeta("weight", (0, 2**62, 2**62), "float32"), "no address space has as many bytes"),
+    ],
+)
+def test_a_plan_of_what_torch_cannot_hold_is_refused(meta: TensorMeta, words: str):
+    with pytest.raises((ConfigError, ManifestError), match=words):
+        Receiver(ModuleHost(TinyEngineModel, checkpoint(1))).make_plan(Manifest((meta,)))
 
 
 def drop_last(chunks: list[Any]) -> list[Any]:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from weightsync.errors import ConfigError
 from weightsync.net import runtime, timeouts
-from weightsync.net.runtime import collector_paused, spawn
+from weightsync.net.runtime import collector_paused, describe_device, spawn
 
 TIMEOUT_S = 10.0
 
@@ -93,3 +95,12 @@ def test_the_collector_runs_again_after_a_failure() -> None:
     with pytest.raises(ValueError, match="the collector is off"):
         fail()
     assert gc.isenabled()
+
+
+def test_a_gpu_that_torch_did_not_count_is_named(monkeypatch: pytest.MonkeyPatch):
+    def refuse(device: torch.device) -> None:
+        raise AssertionError("Invalid device id")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    with pytest.raises(ConfigError, match=r"has counted \d+ GPUs in this process, and cuda:1 is none of them"):
+        describe_device(torch.device("cuda", 1))

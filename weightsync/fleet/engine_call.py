@@ -64,6 +64,7 @@ class EngineCalls:
 
     running: the calls beside the push's messages. `init` and `update` return when the workers are released.
     changes: the calls of this push to change an engine, such as `pause`.
+    finishes: of these, `finish` and `reset_caches` of the engines with a queue.
     opening: the call in `running` for the changes up to `update`. None once `wait_open` has waited for it.
     """
 
@@ -71,6 +72,7 @@ class EngineCalls:
         """Take the unfinished changes of the `failed` fleet before this one."""
         self.running: list[BackgroundCall] = []
         self.changes: list[BackgroundCall] = []
+        self.finishes: list[BackgroundCall] = []
         self.opening: BackgroundCall | None = None
         self._listener = listener
         self._earlier = failed.unfinished() if failed is not None else []

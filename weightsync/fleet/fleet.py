@@ -102,7 +102,6 @@ class Fleet:
         self._id = secrets.token_hex(8)
         self._version = 0
         self._calls: EngineCalls = EngineCalls(ranks.listener, failed._calls if failed is not None else None)
-        self._finishes: list[BackgroundCall] = []  # `finish` and `reset_caches` of the engines with a queue
         self._ended = threading.Event()
         spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), timeouts.LEASE_LOOK_S, self._ended))
         spawn(
@@ -229,7 +228,7 @@ class Fleet:
         for worker in self.workers:  # raises before a call could reach an engine restarted at this address
             worker.connection.check("pause")
         self._enter(UpdateState.OPEN)
-        self._calls.changes, self._finishes = [], []
+        self._calls.changes, self._calls.finishes = [], []
         if self._pause == CALLER or any(one.served is None or one.queue is None for one in self._active):
             self._calls.opening = self._calls.run("open", self._open)
             return
@@ -273,7 +272,7 @@ class Fleet:
         handles = self._active if handles is None else handles
         for one in handles:
             one.go(message, deadline)
-        self._finishes += [
+        self._calls.finishes += [
             self._calls.change("commit", one.send_finish, who=one.engine.name) for one in handles if one.queue
         ]
 
@@ -296,7 +295,7 @@ class Fleet:
         answers = self._collect(Committed, deadline, "commit")
         self._enter(UpdateState.FINISHING)
         self._await_running(deadline, "commit")
-        await_calls(self._finishes, deadline, "commit", self._check_waiting)
+        await_calls(self._calls.finishes, deadline, "commit", self._check_waiting)
         version, text = self._version, str(self._version) if label is None else label
         silent = [one for one in self._active if one.queue is not None and one.version is None]
         for one in silent:  # no call is left

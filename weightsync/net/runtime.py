@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from weightsync.errors import ConfigError
 from weightsync.net import timeouts
 
 if TYPE_CHECKING:  # the command imports this module and starts without torch
@@ -47,11 +48,20 @@ def boot_id() -> str:
 
 
 def describe_device(device: torch.device) -> tuple[str, str]:
-    """Return ("cuda", UUID of the GPU) or ("cpu", ""). The UUID does not depend on CUDA_VISIBLE_DEVICES."""
+    """Return ("cuda", UUID of the GPU) or ("cpu", ""). The UUID does not depend on CUDA_VISIBLE_DEVICES.
+
+    Raises `ConfigError` for a GPU that torch did not count.
+    """
     if device.type == "cuda":
         import torch
 
-        return "cuda", str(torch.cuda.get_device_properties(device).uuid)
+        try:
+            return "cuda", str(torch.cuda.get_device_properties(device).uuid)
+        except AssertionError as error:
+            raise ConfigError(
+                f"torch has counted {torch.cuda.device_count()} GPUs in this process, and {device} is none of them. "
+                "Set CUDA_VISIBLE_DEVICES for the whole process, not for a part of it such as LLM(...)"
+            ) from error
     return "cpu", ""
 
 

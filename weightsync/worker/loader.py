@@ -10,23 +10,24 @@ a push it stays `POISONED`, and only a whole push heals it.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from msgspec.structs import replace
 
-from weightsync.errors import FrozenLostError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
-from weightsync.kernels.digest import Digests
+from weightsync.errors import ManifestError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
 from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, collector_paused, describe_device, submit
 from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
-from weightsync.planning.layout import Manifest, ShardLocation
+from weightsync.planning.layout import Manifest, ShardLocation, itemsize
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
 from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait
@@ -35,12 +36,10 @@ from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.worker.trace import named_tensors
-from weightsync.worker.verify import Verifier
+from weightsync.worker.verify import FrozenDigests, Verifier
 
 logger = logging.getLogger(__name__)
 
-_NOTED_SAMPLE = 0
-"""The sample of the frozen parameters to compare. Sleep takes all of their memory, so any sample shows it."""
 Tell = Callable[[Exception], object]
 """A function that tells the trainer of an error before it is raised."""
 
@@ -87,9 +86,11 @@ class Receiver:
         keep: patterns of the parameters that no push fills.
 
         Raises:
+            ConfigError, ManifestError: No tensor can have such a dtype, or be as large.
             UnsupportedError: The model has modules that cannot be reloaded.
         """
         if self._traced is None or (self._traced.manifest, self._traced.keep) != (manifest, keep):
+            _check_sizes(manifest)
             self._plan, self._is_exported, self._traced = None, False, None
             with self._model.scope():
                 self._planner = self._planner or LoadPlanner(self._model)
@@ -290,8 +291,7 @@ class _BoundPlan:
         self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
         self.verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
         self.verifier.prove(message.proof)
-        self._frozen = Digests(frozen_tensors(model, traced, message) if message.frozen else [])
-        self._noted: list[int] | None = None
+        self.frozen = FrozenDigests(frozen_tensors(model, traced, message) if message.frozen else [])
         self._arrivals = arrivals.result()
         in_place = InPlace(self._arrivals)
         self.buffers = in_place.buffers
@@ -313,19 +313,7 @@ class _BoundPlan:
         """Note the commit of the push, and the digests of the parameters that only a whole push fills."""
         self.is_committed = True
         if self.is_whole_push:
-            self._noted = self._frozen.of(_NOTED_SAMPLE)
-
-    def check_frozen(self) -> None:
-        """Raise `FrozenLostError` if a frozen parameter has changed since the last commit.
-
-        vLLM's sleep at level 2 gives the memory back and leaves it unfilled. A push without frozen chunks would not
-        restore it.
-        """
-        if self.is_committed and self._noted is not None and self._frozen.of(_NOTED_SAMPLE) != self._noted:
-            raise FrozenLostError(
-                "the engine has lost weights of the first push, as by sleep(level=2). Push again: the next push sends "
-                "everything"
-            )
+            self.frozen.note()
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
         """Load every chunk of a push as it arrives, and begin to verify it. `verifier.finish` must follow.
@@ -336,8 +324,8 @@ class _BoundPlan:
         due = self._arrivals.chunks(is_first)
         self._meetings = sum(number in self._collective for number in (NO_CHUNK, *due))  # meetings still ahead
         try:
-            if go.sample is not None:
-                self.check_frozen()
+            if go.sample is not None and self.is_committed:
+                self.frozen.check()
             self.is_committed, self.is_whole_push = False, due == self._arrivals.chunks(True)
             return self._run(go, wait, new_deadline, due, is_first)
         except Exception as error:
@@ -384,6 +372,14 @@ class _BoundPlan:
         if unfinished := [name for path in self._paths for name in path.unfinished()]:
             raise ProtocolError(f"version {go.version} came, but these are incomplete: {', '.join(unfinished[:5])}")
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
+
+
+def _check_sizes(manifest: Manifest) -> None:
+    """Raise `ManifestError` for a tensor too large for torch, and `ConfigError` for a dtype that torch lacks."""
+    for meta in manifest:
+        if prod(length or 1 for length in meta.shape) * itemsize(meta.dtype) > sys.maxsize:
+            why = f"shape {meta.shape}: no address space has as many bytes"
+            raise ManifestError(f"{meta.name}: {why}", mismatched={meta.name: why})
 
 
 def _arrivals(model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> Arrivals:

@@ -96,9 +96,8 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
             tensor.
     """
     trace = Trace()
-    offered = list(manifest)
+    feed = Feed(list(manifest))
     while True:
-        feed = Feed(offered)
         try:
             found = run_loader(model, load_weights, feed, may_lack=may_lack)
         except UnsupportedError:
@@ -112,7 +111,7 @@ def trace_loader(model: nn.Module, load_weights: LoadWeights, manifest: Manifest
                 trace.unknown.append(name)
             else:
                 trace.refused[name] = f"shape {shape}: {str(error) or _refusal(model, name)}"
-            offered = [meta for meta in offered if meta.name != name]
+            feed.leave_out_current()
         else:
             return replace(found, refused=trace.refused, unknown=trace.unknown)
 
@@ -243,9 +242,14 @@ class Feed:
         self.is_read = False
         self.names: dict[int, TensorMeta] = {}
         # Made before a mode sees operations, and kept: another storage could get a freed storage's identity.
-        self._offered = [
-            (each, torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")) for each in offered
-        ]
+        self._offered = [*map(_offer, offered)]
+
+    def leave_out_current(self) -> None:
+        """Begin anew without the tensor now being read. Make the tensors again that the loader may have changed."""
+        read = next(at for at, (meta, _) in enumerate(self._offered) if meta is self.current)
+        self._offered[: read + 1] = [_offer(meta) for meta, _ in self._offered[:read]]
+        self.current, self.is_read = None, False
+        self.names.clear()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta, tensor in self._offered:
@@ -254,6 +258,10 @@ class Feed:
             yield meta.name, tensor
         # Loaders that collect before they load fail after the last tensor. The blame then is only a guess.
         self.is_read = True
+
+
+def _offer(meta: TensorMeta) -> tuple[TensorMeta, torch.Tensor]:
+    return meta, torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
 
 
 class _Recorder(TorchDispatchMode):

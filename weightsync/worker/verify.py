@@ -8,12 +8,15 @@ from itertools import count
 
 import torch
 
-from weightsync.errors import DigestError, ProtocolError
+from weightsync.errors import DigestError, FrozenLostError, ProtocolError
 from weightsync.kernels.digest import WHOLE, Digests
 from weightsync.net.wire import Go
 from weightsync.planning.wire_types import ByteRange
 from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
 from weightsync.transports.proof import MemoryFingerprint
+
+_NOTED_SAMPLE = 0
+"""The sample of the frozen parameters to compare. Sleep takes all of their memory, so any sample shows it."""
 
 
 class Verifier:
@@ -109,6 +112,30 @@ class Verifier:
             return next((rank for rank, digest in found if digest != digests[rank]), None)
 
         return find
+
+
+class FrozenDigests:
+    """The digests of parameters that only a whole push fills.
+
+    vLLM's sleep at level 2 gives their memory back and leaves it unfilled. A push without frozen chunks would not
+    restore it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._digests = Digests(tensors)
+        self._noted: list[int] | None = None
+
+    def note(self) -> None:
+        """Note the parameters as they are."""
+        self._noted = self._digests.of(_NOTED_SAMPLE)
+
+    def check(self) -> None:
+        """Raise `FrozenLostError` if a parameter differs from the last note."""
+        if self._noted is not None and self._digests.of(_NOTED_SAMPLE) != self._noted:
+            raise FrozenLostError(
+                "the engine has lost weights of the first push, as by sleep(level=2). Push again: the next push sends "
+                "everything"
+            )
 
 
 def _by_device(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[list[ByteRange]]:
