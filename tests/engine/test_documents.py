@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import re
 import runpy
 import shutil
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 import yaml
 from engines import NOT_COMPILED
 from faults import FaultyTransport
@@ -22,11 +24,21 @@ from weightsync.engines import VllmServer
 
 pytestmark = pytest.mark.engine
 
+SPAWN = multiprocessing.get_context("spawn")
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ("--skip-tokenizer-init", "--enforce-eager", "--max-model-len=64", "--dtype=bfloat16")
 
 
-def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+def run_script(script: Path) -> None:
+    """Run a script as a program. Its output goes to files beside it: `stdout` and `stderr`."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        with script.with_name(name).open("wb") as file:
+            os.dup2(file.fileno(), fd)
+    runpy.run_path(str(script), run_name="__main__")
+    atexit._run_exitfuncs()  # as at a program's end. A process of multiprocessing would wait for the engine's first
+
+
+def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     example = runpy.run_path(str(ROOT / "examples/tiny_model.py"))
     example["write_tiny_model"](str(folder))
@@ -38,15 +50,16 @@ def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
         text = text.replace(there, here)
     snippet = tmp_path / "snippet.py"
     snippet.write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(snippet)],
-        env={**os.environ, **NOT_COMPILED, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert re.search(r"^version 1: .*\n.*\S", done.stdout, re.MULTILINE)
+    for name, value in NOT_COMPILED.items():
+        monkeypatch.setenv(name, value)
+    if torch.cuda.is_available():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    program = SPAWN.Process(target=run_script, args=(snippet,))
+    program.start()
+    program.join(400)
+    shown, errors = ((tmp_path / name).read_text() for name in ("stdout", "stderr"))
+    assert program.exitcode == 0, errors[-2000:]
+    assert re.search(r"^version 1: .*\n.*\S", shown, re.MULTILINE)
 
 
 def status(url: str) -> int:

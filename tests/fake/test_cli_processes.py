@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -34,12 +35,25 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path, monkeypatch):
+def test_plan_shows_what_fuses_where_and_on_a_terminal_what_it_waits_for(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    model = tiny_model(tmp_path, layers=3)
-    run = weightsync("plan", str(model), "--tp", "2", "--bucketer", "threshold", "--max-bytes", "90kB", timeout_s=60)
-    assert (run.returncode, run.stderr) == (0, "")
-    lines = [line.strip() for line in run.stdout.splitlines()]
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    words = ["plan", str(tiny_model(tmp_path, layers=3)), "--tp", "2", "--bucketer", "threshold", "--max-bytes", "90kB"]
+    command = [Path(sysconfig.get_path("scripts"), "weightsync"), *words]  # as it is installed
+    with (tmp_path / "plan").open("wb") as file, subprocess.Popen(command, stdout=file, stderr=theirs) as child:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal is an error
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        os.close(ours)
+    assert child.returncode == 0
+    steps = [b"loading vLLM", b"making the model of", b"tracing vLLM's loader"]
+    places = [shown.index(text) for text in steps]
+    assert places == sorted(places)
+    assert not re.search(rb"INFO|WARNING|Error", shown)
+    lines = [line.strip() for line in (tmp_path / "plan").read_text().splitlines()]
     assert "36 tensors, 952.45 kB in the dtypes that the engine holds" in lines
     # Worker 0 of 2 keeps the first half of each: 4 query heads of 32 and 2 key and value heads, over a width of 128.
     at = lines.index("model.layers.*.self_attn.qkv_proj.weight  [128, 128] bfloat16  x 3")
@@ -51,22 +65,6 @@ def test_plan_shows_what_fuses_where_and_in_which_buckets(tmp_path, monkeypatch)
     assert "3 tensors  model.layers.*.self_attn.{q_proj,k_proj,v_proj}.weight  x 3" in lines
     assert "2 tensors  model.layers.*.mlp.{gate_proj,up_proj}.weight  x 3" in lines
     assert "0   32.77 kB      1 tensor  model.embed_tokens.weight" in lines
-
-
-def test_plan_shows_on_a_terminal_what_it_waits_for(tmp_path):
-    ours, theirs = os.openpty()
-    command = [Path(sysconfig.get_path("scripts"), "weightsync"), "plan", str(tiny_model(tmp_path, layers=1))]
-    environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment) as child:
-        os.close(theirs)
-        shown = b""
-        with suppress(OSError):  # the end of a terminal is an error
-            while part := os.read(ours, 1 << 16):
-                shown += part
-        os.close(ours)
-    assert child.returncode == 0
-    steps = [shown.index(text) for text in (b"loading vLLM", b"making the model of", b"tracing vLLM's loader")]
-    assert steps == sorted(steps)
 
 
 def test_a_command_that_is_interrupted_while_it_loads_ends_in_one_word():
@@ -117,7 +115,8 @@ def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path, capsys):
 
 def test_plan_of_everything_shows_every_layer_and_worker(tmp_path, capsys):
     assert cli.main(["plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all"]) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert "loading vLLM" not in told, "it is no terminal"
     assert "load plan of worker tp=1" in printed
     assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in printed
     assert "*" not in printed
