@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,21 @@ class StreamBackend:
     def open(self, selection: TensorSelection, ranks: Any) -> StreamSource:
         """Return the source. Raises `ConfigError` for a selection without effect."""
         return StreamSource(selection, self.tensors, ranks=ranks)
+
+
+@dataclass
+class _Run:
+    """One push's way through its stream.
+
+    coming: the tensors still to come. None: this rank's stream gives nothing.
+    at: the number of known tensors that have come.
+    bucket: the names of the last `gather`, whose tensors have `arrived`.
+    """
+
+    coming: Iterator[_Arrival] | None = None
+    at: int = 0
+    bucket: tuple[str, ...] = ()
+    arrived: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class StreamSource:
@@ -85,17 +100,10 @@ class StreamSource:
         self._reading: Reading | None = None
         self._device: torch.device | None = None
         self._kept: deque[_Arrival] | None = None
-        self._forget_run()
-
-    def _forget_run(self) -> None:
-        """Drop the stream of the push before."""
-        self._coming: Iterator[_Arrival] | None = None  # None: this rank's stream gives nothing
-        self._at = 0  # number of known tensors that have come
-        self._bucket: tuple[str, ...] = ()
-        self._arrived: dict[str, torch.Tensor] = {}
+        self._run = _Run()
 
     def read(self, model: Model) -> Reading:
-        self._forget_run()
+        self._run = _Run()
         if has_shards(model):
             return local_shards(model, self._rank(), self.selection)
         if is_declared(model):
@@ -111,7 +119,7 @@ class StreamSource:
         if first is not None:
             self._check(first[0], 0)
             self._device = self._device or _device_of(first[1])
-            self._coming = _all_of(deque([first]), coming)
+            self._run.coming = _all_of(deque([first]), coming)
         elif self._held:
             raise ManifestError("the stream gives no tensors", missing=list(self._places))
         if self._reading is None:
@@ -119,25 +127,26 @@ class StreamSource:
         return self._reading
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
-        for name in self._bucket:
-            self._arrived.pop(name, None)
-        self._bucket = tuple(names)
+        run = self._run
+        for name in run.bucket:
+            run.arrived.pop(name, None)
+        run.bucket = tuple(names)
         barrier()
-        if self._coming is None:
+        if run.coming is None:
             return
         # Without names the push needs no more: run the stream to its end.
         end = 1 + (max(self._places.get(name, -1) for name in names) if names else len(self._known))
-        while self._at < end:
-            arrival = next(self._coming, None)
+        while run.at < end:
+            arrival = next(run.coming, None)
             if arrival is None:
-                if self._at < len(self._known):
-                    left = [meta.name for meta in self._known[self._at :]]
+                if run.at < len(self._known):
+                    left = [meta.name for meta in self._known[run.at :]]
                     raise ManifestError(f"the stream ended without {left[0]} of the first stream", missing=left)
                 return
-            self._check(arrival[0], self._at)
-            self._at += 1
+            self._check(arrival[0], run.at)
+            run.at += 1
             if names and arrival[1] is not None and arrival[0].name in self._held:
-                self._arrived[arrival[0].name] = arrival[1]
+                run.arrived[arrival[0].name] = arrival[1]
 
     def _rank(self) -> int:
         return place_among(self._ranks)[0]
@@ -152,7 +161,7 @@ class StreamSource:
         return [TensorShard(*view, compute=partial(self._value, view[0].name)) for view in views]
 
     def _value(self, name: str) -> torch.Tensor:
-        return self._arrived[name]
+        return self._run.arrived[name]
 
     def _check(self, meta: TensorMeta, at: int) -> None:
         """Raise `ManifestError` if tensor number `at` of the stream is not `meta`."""

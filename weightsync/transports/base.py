@@ -267,6 +267,8 @@ class Transport(ABC):
 class TransportReceiver(ABC):
     """The worker's end, for one worker's device."""
 
+    name: str = ""
+    """The transport's name in messages. The engine's worker sets it."""
     copy_programs: int | None = None
     """Most GPU programs of a kernel that copies out of a chunk. More would delay the transport's own kernels."""
     waiting_for: Sequence[str] = ("trainer ranks",)

@@ -59,7 +59,6 @@ class Receiver:
         self._planner: LoadPlanner | None = None
         self._traced: TracedLoad | None = None
         self._source: TransportReceiver | None = None
-        self._source_name = ""
         self._plan: _BoundPlan | None = None
         self._is_exported = False
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
@@ -128,9 +127,10 @@ class Receiver:
 
     def _open(self, transport: str) -> TransportReceiver:
         """Return the worker's end of a transport. It replaces that of another transport."""
-        if self._source is None or self._source_name != transport:
+        if self._source is None or self._source.name != transport:
             self.disconnect()
-            self._source, self._source_name = open_receiver(transport, self._model.device), transport
+            self._source = open_receiver(transport, self._model.device)
+            self._source.name = transport
         return self._source
 
     def export(self, rank: int) -> tuple[list[tuple[int, str, dict[str, Any]]], list[ShardLocation]]:
