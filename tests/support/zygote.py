@@ -146,7 +146,8 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 def _start_zygote() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = [each for each in map(os.path.abspath, sys.path) if os.path.exists(each)]
-    program = f"import sys; path, sys.path = sys.path, {path}; import zygote; zygote.main({theirs.fileno()}, path[1:])"
+    program = f"import sys; path, sys.path = sys.path, {path}; import zygote; "
+    program += f"zygote.main({theirs.fileno()}, path[1:], {IMPORTED})"
     with theirs:
         spawnv_passfds(os.fsencode(sys.executable), [sys.executable, "-c", program], [theirs.fileno()])
     if ours.recv(32) != b"ready":
@@ -158,15 +159,28 @@ def _start_zygote() -> socket.socket:
 # In the zygote
 
 
-def main(requests: int, path: list[str]) -> None:
+def main(requests: int, path: list[str], imported: Sequence[str]) -> None:
     """Import, and then fork a process for each message of the socket `requests`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, and its end is the zygote's
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or each engine compiles, for itself, what ranks its log-probabilities
     gc.disable()
+    if imported:
+        _import(imported)
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM thaws as an engine ends, and would look through all that is imported
+    gc.enable()
+    connection = socket.socket(fileno=requests)
+    connection.send(b"ready")
+    with forking():
+        _serve(connection, path)
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import vLLM's modules, and take from them what costs each process seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sys.modules["ray"] = None  # type: ignore[assignment]  # it reads its worker's environment as it is imported
-        for name in IMPORTED:
+        for name in names:
             importlib.import_module(name)
         del sys.modules["ray"]
         from prometheus_client import values
@@ -181,13 +195,6 @@ def main(requests: int, path: list[str]) -> None:
         # A server sets the variable that this class depends on after it was forked.
         value_class = functools.cache(values.get_value_class)
         values.ValueClass = lambda *words, **options: value_class()(*words, **options)
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None  # vLLM thaws as an engine ends, and would look through all that is imported
-    gc.enable()
-    connection = socket.socket(fileno=requests)
-    connection.send(b"ready")
-    with forking():
-        _serve(connection, path)
 
 
 def _serve(requests: socket.socket, path: list[str]) -> None:
