@@ -157,7 +157,8 @@ class Adapter:
         try:
             shapes = {each: shape_of(each) for each in self.inputs() if each is not self.param}
         except UnsupportedError as error:
-            raise UnsupportedError(f"of a factor of its adapters {self.names()}: {error.message}") from None
+            names = ", ".join(map(repr, self.names()))
+            raise UnsupportedError(f"of a factor of its adapter {names}: {error.message}") from None
         form = type(self.layer), self.kind, self.tail, shape, dtype, *shapes.values()
         if form in known:
             return
