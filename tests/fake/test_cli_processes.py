@@ -35,6 +35,12 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
 
 
+def forked_plan(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `weightsync plan`. In a test that is marked `forks`, its process has vLLM imported."""
+    command = [sys.executable, "-m", "weightsync", "plan", str(model), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def test_plan_shows_what_fuses_where_and_on_a_terminal_what_it_waits_for(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -94,29 +100,35 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_in_one_word():
         (None, ["--tp", "3"], "vLLM refuses it: Total number of attention heads (4) must be divisible by"),
     ],
 )
-def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, arguments, message, tmp_path, capsys):
+@pytest.mark.forks
+def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, arguments, message, tmp_path):
     file = tiny_model(tmp_path, layers=1) / "config.json"
     if config is not None:
         file.write_text(config)
-    assert cli.main(["plan", str(file), *arguments]) == 2
-    *warnings, line = capsys.readouterr().err.splitlines()
+    run = forked_plan(file, *arguments)
+    assert run.returncode == 2
+    *warnings, line = run.stderr.splitlines()
     assert line.startswith("weightsync plan: ")
     assert message in line
     assert all("WARNING" in warning for warning in warnings), "vLLM's, of variables that tests have set"
 
 
-def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path, capsys):
+@pytest.mark.forks
+def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path):
     file = tiny_model(tmp_path, layers=1) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 258}))  # its 4 heads can
-    assert cli.main(["plan", str(file), "--tp", "4"]) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
+    run = forked_plan(file, "--tp", "4")
+    assert run.returncode == 2
+    line = run.stderr.splitlines()[-1]
     assert "vLLM cannot make a model of this config for 4 tensor parallel workers: assert all(output_size" in line
 
 
-def test_plan_of_everything_shows_every_layer_and_worker(tmp_path, capsys):
-    assert cli.main(["plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all"]) == 0
-    printed, told = capsys.readouterr()
-    assert "loading vLLM" not in told, "it is no terminal"
+@pytest.mark.forks
+def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
+    run = forked_plan(tiny_model(tmp_path, layers=2), "--tp", "2", "--all")
+    assert run.returncode == 0
+    printed = run.stdout
+    assert "loading vLLM" not in run.stderr, "it is no terminal"
     assert "load plan of worker tp=1" in printed
     assert "<- model.layers.1.self_attn.v_proj.weight[32:64, 0:128]" in printed
     assert "*" not in printed
