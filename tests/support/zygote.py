@@ -188,8 +188,9 @@ def _import(names: Sequence[str]) -> None:
         from vllm.platforms import current_platform as platform
 
         # It looks through all that is imported, which takes longer than the rest of an engine's start.
-        platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
-        platform.register_triton_kernel_overrides()
+        if callable(getattr(platform, "register_triton_kernel_overrides", None)):  # vLLM 0.31 and later
+            platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
+            platform.register_triton_kernel_overrides()
         # Or a process spins for a second where it waits for a message, and takes the time of those that it waits for.
         shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
         # A server sets the variable that this class depends on after it was forked.

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import vllm
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.layers import BaseLayerWithLoRA
@@ -21,6 +22,16 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from weightsync.errors import UnsupportedError
+
+HAVE_RUN = (0, 24), (0, 32)
+"""The first and the last vLLM that weightsync ran with. `weightsync.tools.doctor` and setup.py repeat the last."""
+
+
+def has_run() -> bool:
+    """Return whether weightsync ran with this vLLM, or with one before it and one after it."""
+    release = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    first, last = HAVE_RUN
+    return release is None or first <= (int(release[1]), int(release[2])) <= last
 
 
 def without_lora(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import vllm
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
@@ -68,6 +69,12 @@ class VllmModel:
             name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={core}",
             core=None if getattr(parallel, "data_parallel_external_lb", False) else core,
         )
+        if not self.identity.rank and not compat.has_run():
+            logger.warning(
+                "weightsync never ran with vLLM %s. It ran with %s to %s: docs/evidence/versions.md",
+                vllm.__version__,
+                *(".".join(map(str, release)) for release in compat.HAVE_RUN),
+            )
 
     @cached_property
     def live(self) -> nn.Module:

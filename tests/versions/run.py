@@ -1,0 +1,99 @@
+"""Run a fixed set of checks with each version of vLLM, and write docs/evidence/versions.md: `make test-versions`.
+
+Each version has an environment over the one of `make test`, in .versions, with what its lock file names. The checks
+are tests of tests/engine. A version that ran before and whose lock has not changed since keeps its row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/evidence/versions.md"
+CHECKS = {
+    "ipc": "test_push_equals_cold.py::test_pushed_equals_cold[qwen3-tp1-ipc-fsdp2]",
+    "broadcast": "test_push_equals_cold.py::test_pushed_equals_cold[qwen3-tp1-broadcast-fsdp2]",
+    "experts": "test_push_equals_cold.py::test_pushed_equals_cold[qwen3-moe-tp1-ipc-fsdp2]",
+    "TP=2": "test_push_equals_cold.py::test_pushed_equals_cold[qwen3-tp2-ipc-fsdp2]",
+    "in flight": "test_push_equals_cold.py::test_a_request_in_flight_goes_on_with_the_new_weights",
+    "extension": "test_push_equals_cold.py::test_an_engine_with_the_worker_extension_in_place_of_the_plug_in[1]",
+    "int8": "test_quantized.py::test_pushed_equals_cold[qwen2.5-weightsync_int8-tp1]",
+    "fp8": "test_quantized.py::test_pushed_equals_cold[qwen2-FP8-dynamic-None-tp1]",
+    "LoRA": "test_push_adapters.py::test_a_real_engine_answers_as_one_that_loaded_what_peft_saved",
+    "AsyncLLM": "test_engine_clients.py::test_a_real_async_llm_with_a_request_in_flight",
+    "server": ("test_failures.py::test_a_poisoned_engine_stays_paused_though_the_next_push_fails_before_it_writes"),
+    "healed": "test_failures.py::test_a_worker_that_raises_while_it_loads[0-ipc]",
+    "trainer's side": "test_vllm_trainer.py::test_what_vllms_trainer_engine_sends_equals_cold[ipc]",
+}
+HEAD = """# What ran with which vLLM
+
+`make test-versions` wrote this page. It runs tests of `tests/engine` on CPUs, with tiny models, in an environment for
+each version. All but "LoRA" and "trainer's side" compare first and second pushes with engines that were started cold.
+`tests/versions` has the environments.
+
+"""
+TAIL = """
+- ipc, broadcast, experts, TP=2: two ranks under FSDP2 to an `LLM`; a mixture of experts; an engine of two workers.
+- in flight, AsyncLLM: a request that generates while a push comes. extension: the worker extension without the plug-in.
+- int8, fp8: an engine that quantises, and a compressed-tensors checkpoint.
+- server, healed: an HTTP server that a failed push has left `POISONED`, and an engine that the next push heals.
+- trainer's side: [vLLM's trainer interface](../use/vllm-trainer.md).
+
+`make test-verl` runs vLLM 0.24.0, by the worker extension. vLLM 0.33 never ran: it has no wheel for CPUs.
+
+"""
+
+
+def run(version: str, python: Path) -> dict[str, str]:
+    """Return what each check came to: "yes", or the first line of its failure, or of the reason why it was skipped."""
+    report = ROOT / f".versions/{version}.xml"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    nodes = [f"tests/engine/{node}" for node in CHECKS.values()]
+    options = ["-q", "-p", "no:cacheprovider", "--timeout", "180", f"--junitxml={report}", *nodes]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    subprocess.run([python, "-m", "pytest", *options], cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False)
+    return read(report)
+
+
+def read(report: Path) -> dict[str, str]:
+    """Return the results in a JUnit file, by check."""
+    found = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
+        fault = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        found[name] = "yes" if fault is None else f"{fault.tag}: {(fault.get('message') or '?').splitlines()[0]}"
+    return {check: found.get(node, "did not run") for check, node in CHECKS.items()}
+
+
+def page(rows: dict[str, dict[str, str]]) -> str:
+    """Return the page: a row for each version, and below it the reason for each check that failed."""
+    lines = [f"| vLLM | {' | '.join(CHECKS)} |", f"| --- |{' --- |' * len(CHECKS)}"]
+    reasons = []
+    for version, results in rows.items():
+        cells = [{"yes": "yes", "skipped": "-"}.get(results[check].partition(":")[0], "no") for check in CHECKS]
+        lines.append(f"| {version} | {' | '.join(cells)} |")
+        reasons += [f"- {version}, {check}: {why}" for check, why in results.items() if why != "yes"]
+    return "\n".join([HEAD + "\n".join(lines), TAIL + "\n".join(reasons)]).rstrip() + "\n"
+
+
+def main() -> None:
+    rows: dict[str, dict[str, str]] = {}
+    given = dict(each.split("=") for each in sys.argv[1:])
+    for version in sorted(given, key=lambda each: [*map(int, each.split("."))], reverse=True):
+        python = given[version]
+        kept = ROOT / f".versions/{version}.json"
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(json.dumps(run(version, ROOT / python)))
+        rows[version] = json.loads(kept.read_text())
+    PAGE.write_text(page(rows))
+
+
+if __name__ == "__main__":
+    main()
