@@ -6,6 +6,7 @@ agent. Rank 0 passes it on to the members beside it in their chains, and to no o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
+from weightsync.errors import PeerError, PlacementError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import Failure, Value, typed
@@ -24,6 +25,9 @@ from weightsync.transports.communicator import Part
 from weightsync.transports.nixl_agent import Agent, AgentAddress, nixl_version
 from weightsync.transports.staging import still_open
 from weightsync.transports.tcp_links import TcpLinks, TcpRendezvous
+
+_TRIAL_BYTES = 256
+"""Bytes of a trial read. Each slot has as many."""
 
 
 class Introduction(Struct, frozen=True, array_like=True):
@@ -115,6 +119,9 @@ class NixlGroup(TcpLinks):
             raise ProtocolError(f"members {sorted(missing)} do not know that this member is beside them")
         for peer in self.peers.values():
             agent.add(peer)
+        self._missing = "they cannot read each other's memory. UCX's ports must be open: see UCX_NET_DEVICES"
+        for member in before:
+            self._try_read(agent, self.peers[member], deadline)
 
     def _exchange(self, own: Introduction, deadline: Deadline) -> list[tuple[int, AgentAddress]]:
         """Return this member's acquaintances. The first member gets all introductions, and tells the others theirs."""
@@ -136,6 +143,28 @@ class NixlGroup(TcpLinks):
                     member.send(Failure(error.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), "connect")
             raise
         return told
+
+    def _try_read(self, agent: Agent, peer: AgentAddress, deadline: Deadline) -> None:
+        """Read a few bytes of a member's slot. UCX connects the two by it, and what it cannot read is an error now."""
+        try:
+            read = agent.read(peer, 0, 0, agent.slots[0][:_TRIAL_BYTES], 0)
+            while not agent.is_read(read, peer):
+                self._check()
+                if deadline.passed():
+                    raise SyncTimeoutError(
+                        f"{peer.member}'s memory could not be read by NIXL within {deadline.timeout_s:g} s: "
+                        f"{self._missing}",
+                        phase="connect",
+                        waiting_for=[peer.member],
+                    )
+                time.sleep(timeouts.MEMBER_POLL_S)
+        except PeerError as error:
+            if "Disconnect" in error.message:  # it has died
+                raise
+            raise PlacementError(
+                f"{error.message}. UCX needs a way for both processes: see UCX_TLS and UCX_NET_DEVICES, and run "
+                "`weightsync doctor` on both hosts"
+            ) from error
 
     def _use_gpu(self) -> None:
         """Give this thread the GPU's context. NIXL registers a GPU's memory there."""
