@@ -1,7 +1,8 @@
-"""The speed of one read by NIXL between two processes, by the size of its pieces: GB/s, best of five.
+"""The speed of one read by NIXL between two processes, by the number of its pieces: GB/s, best of five.
 
 python benchmarks/nixl_pieces.py               # the way that UCX chooses: shared memory on one host
 UCX_TLS=tcp python benchmarks/nixl_pieces.py
+python benchmarks/nixl_pieces.py cuda:0 cuda:1
 """
 
 import multiprocessing
@@ -11,30 +12,39 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from weightsync.transports import nixl_agent
-from weightsync.transports.nixl_agent import Agent
+from weightsync.transports.nixl_agent import PIECE_BYTES, Agent
 
-NBYTES = 64 << 20
+NBYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 PIECES = [1, 4, 16, 64, 256, 1024, 4096]
 REPEATS = 5
 
 
-def hold(pipe: Connection) -> None:
+def use(device: str) -> torch.device:
+    found = torch.device(device)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
+
+
+def hold(pipe: Connection, device: str, nbytes: int) -> None:
+    where = use(device)
     agent = Agent("UCX")
-    agent.register([torch.ones(NBYTES, dtype=torch.uint8)])
+    agent.register([torch.ones(nbytes, dtype=torch.uint8, device=where)])
     pipe.send(agent.address())
     pipe.recv()
     agent.close()
 
 
-def main() -> None:
+def main(source: str = "cpu", target: str = "cpu") -> None:
+    where = use(target)
+    nbytes = NBYTES[where.type]
     pipe, other = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=hold, args=(other,), daemon=True).start()
-    agent, room, address = Agent("UCX"), torch.zeros(NBYTES, dtype=torch.uint8), pipe.recv()
+    multiprocessing.get_context("spawn").Process(target=hold, args=(other, source, nbytes), daemon=True).start()
+    agent, room, address = Agent("UCX"), torch.zeros(nbytes, dtype=torch.uint8, device=where), pipe.recv()
     agent.register([room])
     agent.add(address)
     for pieces in PIECES:
-        nixl_agent.PIECE_BYTES = NBYTES // pieces
+        PIECE_BYTES[where.type] = nbytes // pieces
         seconds = []
         for _ in range(1 + REPEATS):
             started = time.perf_counter()
@@ -42,11 +52,12 @@ def main() -> None:
             while not agent.is_read(read, address):
                 continue
             seconds.append(time.perf_counter() - started)
-        size, speed = NBYTES // pieces >> 10, NBYTES / min(seconds[1:]) / 1e9
+        size, speed = nbytes // pieces >> 10, nbytes / min(seconds[1:]) / 1e9
         sys.stdout.write(f"{pieces:5} pieces of {size:6} KiB: {speed:.2f} GB/s\n")
+        sys.stdout.flush()
     assert bool(room.all())
     pipe.send(None)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

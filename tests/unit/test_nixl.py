@@ -117,7 +117,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 def test_agent_reads_a_run_of_several_pieces_and_says_so(agents: tuple[Agent, Agent]):
     owner, reader = agents
-    slot = torch.arange(PIECE_BYTES * 2 + 100, dtype=torch.int64).to(torch.uint8)
+    slot = torch.arange(PIECE_BYTES["cpu"] * 2 + 100, dtype=torch.int64).to(torch.uint8)
     room = torch.zeros_like(slot)
     owner.register([slot])
     reader.register([room])

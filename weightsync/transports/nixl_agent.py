@@ -28,8 +28,11 @@ from weightsync.transports.shared_handles import Hex
 
 BACKEND = "WEIGHTSYNC_NIXL_BACKEND"
 """The environment variable with the name of NIXL's backend. UCX without it."""
-PIECE_BYTES = 2**20
-"""Most bytes of one descriptor. UCX reads larger and smaller ones slower out of shared memory."""
+PIECE_BYTES = {"cpu": 2**20, "cuda": 2**26}
+"""Most bytes of one descriptor, by the reader's device.
+
+UCX reads larger and smaller ones slower between CPUs. Between GPUs each descriptor is a call of the driver.
+"""
 _PROGRESS_US = 100
 """Pause of an agent's own thread between two looks at its peers. Without it the thread takes a core, even when idle."""
 _INSTALL = 'install it beside the trainer and beside the engine: pip install "weightsync[nixl]"'
@@ -186,8 +189,10 @@ class Agent:
             PeerError: The other agent has gone.
         """
         note = b"%d" % count
-        here = self._descriptors(room.data_ptr(), room.nbytes, gpu_of(room))
-        there = self._descriptors(peer.slots[slot] + at, room.nbytes, peer.gpu)
+        piece_bytes = PIECE_BYTES[room.device.type]
+        pieces = [(first, min(piece_bytes, room.nbytes - first)) for first in range(0, room.nbytes, piece_bytes)]
+        here = self._descriptors(room.data_ptr(), pieces, gpu_of(room))
+        there = self._descriptors(peer.slots[slot] + at, pieces, peer.gpu)
         with self._calls(f"{peer.member}'s memory cannot be read"):
             read: int = self._agent.createXferReq(self._nixl.NIXL_READ, here, there, peer.agent, note, [])
             self._reads.append(read)
@@ -233,10 +238,9 @@ class Agent:
                 # Not with its traceback: that keeps NIXL's agent, and so the peer's way into this memory.
                 raise PeerError(f"{what}: {type(error).__name__}: {error}") from error.with_traceback(None)
 
-    def _descriptors(self, address: int, nbytes: int, gpu: int | None) -> Any:
-        """Return NIXL's descriptors of these bytes, in pieces."""
-        firsts = range(0, nbytes, PIECE_BYTES)
-        rows = [(address + at, min(PIECE_BYTES, nbytes - at), gpu or 0) for at in firsts]
+    def _descriptors(self, address: int, pieces: Sequence[tuple[int, int]], gpu: int | None) -> Any:
+        """Return NIXL's descriptors of pieces of memory: first byte behind the address, and size."""
+        rows = [(address + first, nbytes, gpu or 0) for first, nbytes in pieces]
         return self._nixl.nixlXferDList(self._kind(gpu), rows)
 
     def _kind(self, gpu: int | None) -> Any:
