@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from weightsync.planning.bucketing import Bucket, Bucketer, ModuleBucketer, ParameterBucketer, ThresholdBucketer
-    from weightsync.report import PushReport, WorkerReport
+    from weightsync.report import EngineReport, PushReport, WorkerReport
     from weightsync.selection import TensorSelection
     from weightsync.sources.megatron import MegatronBackend
     from weightsync.sources.stream import StreamBackend
@@ -46,6 +46,7 @@ __all__ = [
     "EngineAsleepError",
     "EngineBusyError",
     "EngineError",
+    "EngineReport",
     "EngineUnreachableError",
     "FencedError",
     "FrozenLostError",
@@ -81,7 +82,7 @@ _NAMES = {
     "weightsync.engines": ("LoraAdapter",),
     "weightsync.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "weightsync.planning.bucketing": tuple(name for name in __all__ if "Bucket" in name),
-    "weightsync.report": ("PushReport", "WorkerReport"),
+    "weightsync.report": ("EngineReport", "PushReport", "WorkerReport"),
     "weightsync.selection": ("TensorSelection",),
     "weightsync.sources.megatron": ("MegatronBackend",),
     "weightsync.sources.stream": ("StreamBackend",),

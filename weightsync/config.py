@@ -59,6 +59,7 @@ class WeightSyncConfig:
     max_bytes: _Bytes | None = None
     selection: Any = None
     pause: Pause | None = None
+    rolling: _Switch | None = None
     timeout_s: _Timeout = 300.0
     hold_s: _Hold | None = None
     verify: Verify | None = None

@@ -25,6 +25,20 @@ class WorkerReport:
     load_s: float
 
 
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine's share of a push.
+
+    Attributes:
+        name: The engine's name.
+        pause_s: Seconds from its confirmed pause until all engines of its update generate, or their caller may resume
+            them. With `rolling=True` an update has one engine, otherwise all.
+    """
+
+    name: str
+    pause_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class PushReport:
     """One push, the same on every trainer rank. Rank 0 measures all seconds, except the workers' own.
@@ -39,12 +53,12 @@ class PushReport:
         gather_s: Seconds in which rank 0 gathers and sends its part, or saves its part.
         transfer_s, verify_s, load_s: The most seconds of a worker: waiting for bytes, comparing digests, and writing
             parameters. All three overlap with `gather_s`.
-        pause_s: Seconds from the first engine's confirmed pause until all engines generate again. The pause may begin
-            during `plan_s`.
+        pause_s: The longest pause of an engine. It may begin during `plan_s`.
         total_s: Seconds of the whole call.
         load_paths: The number of engine modules on each load path: "in_place", "fused_quantize", "reload",
             "native_loader".
         workers: One `WorkerReport` for each worker. A push of an adapter has one for each engine.
+        engines: One `EngineReport` for each paused engine, in the order of the updates.
         left_out: The names of the lost engines. A lost engine does not serve this version.
 
     A push of an adapter pauses no engine. With `restart=True`, both `load_s` and `pause_s` are the seconds of the
@@ -65,6 +79,7 @@ class PushReport:
     total_s: float
     load_paths: dict[str, int] = field(default_factory=dict)
     workers: tuple[WorkerReport, ...] = ()
+    engines: tuple[EngineReport, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -85,6 +100,7 @@ class PushReport:
             name: float(value) for name, value in vars(self).items() if isinstance(value, (int, float))
         }
         numbers |= {f"load_paths/{path}": float(count) for path, count in self.load_paths.items()}
+        numbers |= {f"pause_s/{engine.name}": engine.pause_s for engine in self.engines}
         numbers["left_out"] = float(len(self.left_out))
         return {prefix + name: number for name, number in numbers.items()}
 

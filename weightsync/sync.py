@@ -47,7 +47,9 @@ from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
-_SHARED_BY_RANKS = ("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite")
+_SHARED_BY_RANKS = (
+    *("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite", "rolling"),
+)
 """Options used by every rank, and compared. `selection` is used but not compared: later errors name differing
 tensors."""
 
@@ -88,8 +90,7 @@ class WeightSync:
             `weightsync.engines.server.VllmServer`, a `weightsync.engines.Engine`, or a list of engines. Or a callable
             that returns engines, or the `Path` of a file with one address a line. Rank 0 calls or reads it anew before
             each push. None: $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives the engines that every
-            process can reach. Other ranks give the same engines or None. Each rank gives the engines in its own
-            process, such as an `LLM`.
+            process can reach. Other ranks give the same or None. Each rank gives its own process's, such as an `LLM`.
         bucketer: The rule that groups tensors into buckets. "module": as many whole modules as `max_bytes` holds.
             "threshold": as many tensors as `max_bytes` holds. "parameter": one tensor. An object with a `bucket` method
             works too. None: "module" for ipc, but "threshold" from "megatron" and "stream" and for other transports.
@@ -100,6 +101,8 @@ class WeightSync:
         pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"
             lets the requests finish first. "abort" ends the requests. "caller": the caller pauses every engine before
             the push and resumes it afterwards. With "caller", a push refuses an engine that still generates.
+        rolling: Whether engines are updated one after the other, each paused for its own update alone. Two versions are
+            served meanwhile: see docs/use/several-engines.md. None: all at once, after all have loaded the version.
         timeout_s: The most seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait up
             to eight times as long for rank 0, because rank 0 waits several times meanwhile.
         hold_s: Seconds after a push during which no other trainer can take the engines. None, the default: until
@@ -118,8 +121,7 @@ class WeightSync:
         on_engine_failure: The action when one of several engines does not answer. "raise", the default, raises, and the
             other engines stay paused and `POISONED`. After `leave_out_lost()`, the next push goes to the other engines
             alone. "drop" pushes again at once to the other engines. A stream's iterator is used up, so "drop" then
-            raises. `PushReport.left_out` names the lost engines. Later pushes include each lost engine that answers
-            again.
+            raises. `PushReport.left_out` names the lost engines. Later pushes include lost engines that answer again.
         encoding: The form of the bytes, for transport="broadcast" with trainer and engines on CPUs. "delta" sends the
             changes since the last push. "auto" sends the changes when this is faster over the link. Both ends keep the
             bytes of the last push: see docs/use/slow-links.md. None: all bytes travel.
@@ -146,6 +148,7 @@ class WeightSync:
         max_bytes: int | str | None = None,
         selection: TensorSelection | None = None,
         pause: Pause | None = None,
+        rolling: bool | None = None,
         timeout_s: float = 300.0,
         hold_s: float | None = None,
         verify: Verify | None = None,
@@ -222,6 +225,8 @@ class WeightSync:
                         report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
+                if version is not None and error.facts.get("updated"):
+                    raise
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
                 if (
@@ -229,6 +234,7 @@ class WeightSync:
                     or not self._strategy.lost
                     or not error.facts.get("survivors")
                     or "spent" in error.facts
+                    or (version is not None and error.facts.get("updated"))
                 ):
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._strategy.lost), error)
@@ -434,4 +440,4 @@ def _let_go(process: int, closing: Sequence[weakref.WeakMethod[Callable[[], None
 
 def _told(option: object) -> str:
     """Return an option in comparable form. An object differs in each process and is compared by its type."""
-    return repr(option) if isinstance(option, str | None) else type(option).__qualname__
+    return repr(option) if isinstance(option, str | bool | None) else type(option).__qualname__

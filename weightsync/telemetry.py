@@ -34,6 +34,8 @@ def push_succeeded(step: Timeline, report: PushReport) -> None:
         metrics.push_sent_bytes.inc(report.sent_bytes)
         metrics.push_version.set(report.version)
         metrics.push_left_out.set(len(report.left_out))
+        for engine in report.engines:
+            metrics.push_pause.labels(engine.name).observe(engine.pause_s)
     _trace(step, report)
 
 
@@ -75,6 +77,9 @@ class _TrainerMetrics:
 
         self.push_seconds = Histogram(
             "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"], buckets=_BOUNDS_S
+        )
+        self.push_pause = Histogram(
+            "weightsync_push_engine_pause_seconds", "Seconds of an engine's pause", ["engine"], buckets=_BOUNDS_S
         )
         self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the pushed weights, sent or not")
         self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes sent by the trainer's ranks")

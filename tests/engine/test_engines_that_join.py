@@ -1,9 +1,13 @@
-"""A real server joins an `LLM` and leaves it: both answer as cold ones, and the one that stays is asked nothing."""
+"""A real server beside an `LLM`: it joins and leaves, and is updated before the other. Both answer as cold ones."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -12,7 +16,7 @@ from engines import IN_CORE, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, Traine
 from optional_transports import NIXL
 from recorders import sent_messages
 
-from weightsync import WeightSync
+from weightsync import EngineReport, WeightSync
 from weightsync.engines import HttpEngine
 from weightsync.tools import processes
 from weightsync.tools.processes import Server, generate
@@ -55,6 +59,34 @@ def catch_up(trainer: Trainer) -> tuple[int, dict[int, set[str]]]:
     with sent_messages() as sent:
         report = trainer.sync.catch_up(trainer.model)
     return report.version, {int(peer.split()[1]): {"some"} for peer, _ in sent if peer.startswith("engine ")}
+
+
+def connect_rolling(trainer: Trainer, url: str) -> None:
+    connect(trainer, "broadcast")
+    engines = [trainer.engine, url] if trainer.rank == 0 else None
+    trainer.sync = WeightSync("fsdp", "broadcast", engines, rolling=True, timeout_s=TIMEOUT_S)
+
+
+def push_and_report(trainer: Trainer, weights: str) -> list[EngineReport]:
+    tiny_models.fill(trainer.model, weights)
+    return [*trainer.sync.push(trainer.model, label=weights).engines]
+
+
+def throttle(engines: Engines, closed: Path) -> None:
+    """Let the worker of the `LLM` wait in each push, for a second and until `closed` is gone."""
+    receiver = engines.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.session.receiver
+
+    def run(*args: Any) -> Any:
+        time.sleep(1.0)
+        while closed.exists():
+            time.sleep(0.1)
+        return type(receiver).run(receiver, *args)
+
+    receiver.run = run
+
+
+def unthrottle(engines: Engines) -> None:
+    del engines.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.session.receiver.run
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -120,3 +152,30 @@ def test_a_server_joins_catches_up_and_leaves(
     assert_as_cold(generate(server.url, PROMPTS), cold["B"])
     assert version_of(server) == str(version)
     assert_same(engines.call(Engines.ask), cold["A"], "alone again")
+
+
+def test_a_server_answers_from_new_weights_while_a_slow_engine_receives_them(
+    engines: Remote, server: Server, trainers: Trainers, tmp_path: Path
+) -> None:
+    cold = engines.call(Engines.serve, "qwen3", timeout_s=START_S)
+    closed = tmp_path / "closed"
+    engines.call(throttle, closed)
+    try:
+        trainers.call(connect_rolling, server.url)
+        trainers.call(push_and_report, "A")
+        closed.touch()
+        with ThreadPoolExecutor(1) as background:
+            pushing = background.submit(trainers.call, push_and_report, "B")
+            while version_of(server) != "B":
+                assert not pushing.done(), pushing.result()
+                time.sleep(0.2)
+            meanwhile = generate(server.url, PROMPTS)
+            assert not pushing.done()
+            closed.unlink()
+            first, last = pushing.result()[0]
+    finally:
+        engines.call(unthrottle)
+    assert server.url in first.name
+    assert first.pause_s < last.pause_s
+    assert_as_cold(meanwhile, cold["B"])
+    assert_same(engines.call(Engines.ask), cold["B"], "the slow engine")

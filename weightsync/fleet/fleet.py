@@ -68,6 +68,7 @@ from weightsync.net.wire import (
 )
 from weightsync.planning.layout import Manifest
 from weightsync.planning.load_plan import LoadPlan
+from weightsync.report import EngineReport
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +109,10 @@ class Fleet:
             "health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), timeouts.HEALTH_LOOK_S, self._ended)
         )
 
-    @property
-    def paused_at(self) -> float:
-        """The time when the first engine was paused for this push."""
-        return min(one.paused_at for one in self._active)
+    def report(self) -> list[EngineReport]:
+        """Return the reports of the active engines. Call it right after `commit`."""
+        now = time.perf_counter()
+        return [EngineReport(one.engine.name, now - one.paused_at) for one in self._active]
 
     @property
     def workers(self) -> list[ConnectedWorker]:

@@ -17,7 +17,7 @@ from weightsync.net import timeouts
 from weightsync.net.modes import PlainModes
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import MAX_VERSION
-from weightsync.report import PushReport, WorkerReport, format_seconds
+from weightsync.report import EngineReport, PushReport, WorkerReport, format_seconds
 
 if TYPE_CHECKING:
     from weightsync.net.ranks import Ranks
@@ -66,13 +66,21 @@ class Timeline:
         spans = [span for span in self.spans if span.phase in phases]
         return sum((now_ns if span.end_ns is None else span.end_ns) - span.begin_ns for span in spans) / 1e9
 
-    def report(self, workers: Sequence[WorkerReport] = (), *, away_s: float = 0.0, **facts: Any) -> PushReport:
+    def report(
+        self,
+        workers: Sequence[WorkerReport] = (),
+        engines: Sequence[EngineReport] = (),
+        *,
+        away_s: float = 0.0,
+        **facts: Any,
+    ) -> PushReport:
         """Return the report of a step that ends now, on rank 0.
 
         The step began with its first phase. A step sends in "transfer" or "save", and waits for engines in "load".
 
         Args:
             workers: Their reports. The report has the seconds of the slowest.
+            engines: The reports of paused engines. The report has the seconds of the longest pause.
             away_s: Seconds of the caller's own code. The report leaves them out.
             facts: Other fields of the report.
         """
@@ -86,9 +94,10 @@ class Timeline:
             "plan_s": self.seconds("plan"),
             "control_s": total_s - gather_s - self.seconds("load"),
             "gather_s": gather_s,
+            "pause_s": max((each.pause_s for each in engines), default=0.0),
             "total_s": total_s,
         }
-        return PushReport(workers=tuple(workers), **{**slowest, **seconds, **facts})
+        return PushReport(workers=tuple(workers), engines=tuple(engines), **{**slowest, **seconds, **facts})
 
     def _now_ns(self) -> int:
         """Return the time since the epoch, by a monotonic clock."""

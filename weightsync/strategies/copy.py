@@ -7,11 +7,10 @@ moved, or after a failure. A push runs that plan without a message for each chun
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done, Go
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.transfer_plan import PackedPlan, TransferPlan
-from weightsync.report import Progress, PushReport
+from weightsync.report import EngineReport, Progress, PushReport, WorkerReport
 from weightsync.sources.base import Model, Reading, SteadySource
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import QuantizingSource
@@ -49,16 +48,32 @@ logger = logging.getLogger(__name__)
 class PlannedPush:
     """A push at the end of its plan phase.
 
-    sessions: the sessions of the push, one after the other. Empty: every engine has the version.
+    groups: sessions that serve the version together, one group after the other. Empty: every engine has the version.
     digests: on rank 0 for each session, the digest of each rank's sample of the bytes read in place.
     nbytes: the bytes of the tensors in the push, each counted once.
+    done: on rank 0, the answers of the workers that have loaded last.
+    sent_bytes: on rank 0 for each group, the bytes sent by all ranks.
+    workers, engines: on rank 0, the reports of the groups that serve the version.
     """
 
-    sessions: list[TransferSession]
+    groups: list[list[TransferSession]]
     version: int
     label: str | None
-    digests: list[list[int]]
+    digests: dict[TransferSession, list[int]]
     nbytes: int
+    done: list[Done] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    workers: list[WorkerReport] = field(default_factory=list)
+    engines: list[EngineReport] = field(default_factory=list)
+
+    @property
+    def sessions(self) -> list[TransferSession]:
+        return [session for group in self.groups for session in group]
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """The tensors that travel to no engine."""
+        return frozenset.intersection(*(session.left_out for session in self.sessions))
 
 
 class CopyWeights(FleetStrategy):
@@ -70,7 +85,15 @@ class CopyWeights(FleetStrategy):
         If `another` is None, all engines are connected anew when one joins.
         """
         super().__init__(options)
-        self._sessions = Sessions(transport, another, options.encoding)
+        self._rolling = options.rolling is True
+        if self._rolling and (another is None or options.pause == CALLER):
+            raise ConfigError(
+                "rolling=True updates one engine after the other, each by a transfer of its own. A stream gives its "
+                "tensors once. CheckpointTransport(folder), and any other transport object, has one transfer for all "
+                'engines. With pause="caller" all engines are paused throughout'
+            )
+        self._sessions = Sessions(transport, another, options.encoding, self._rolling)
+        self._updated: list[str] = []  # on rank 0: the engines that serve the version of the push under way
         given = renamed(SteadySource(options.source), options.selection)
         self._finite = FiniteCheck(options.non_finite, given, isinstance(options.source, StreamSource))
         self._source = self._finite.source
@@ -114,45 +137,67 @@ class CopyWeights(FleetStrategy):
 
         Returns None for a late push without such engines.
         """
-        self._update = update
-        ranks, timeline = update.ranks, update.timeline
+        self._update, self._updated = update, []
+        timeline = update.timeline
         # A stream runs the user's code. It may need the collector.
         is_stream = isinstance(self._options.source, StreamSource)
         with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
             push = self._plan(update, model, late)
             if push.sessions:
-                left_out = frozenset.intersection(*(session.left_out for session in push.sessions))
-                self._finite.begin(left_out)  # while the engines pause: later, workers on the same GPU would wait
+                self._finite.begin(push.left_out)  # while the engines pause: later, workers on the same GPU would wait
                 self._memory.begin(push.version)
         self._is_touched = True
         if not push.sessions:
             return None
-        fleet = self._fleet
-        if fleet is not None:
-            with timeline.during("pause"):
-                fleet.wait_open()
-        with timeline.during("transfer"):
-            self._send(update, push)
-            self._source.gather((), update.meet)
-        with timeline.during("load"), update.blaming_ranks():
-            seen = self._finite.look(left_out)  # while the workers load
-            self._memory.note(push.version, push.label)
-            done, sent_bytes = self._wait_done(update, push)
         report: PushReport | None = None
-        with timeline.during("commit"):
-            if fleet is not None:
-                report = self._commit(fleet, timeline, push, done, sent_bytes)
-            self._finite.warn(update, push.version, seen)
-            report = ranks.broadcast(report, "commit", PushReport)  # the last step: a rank may return after it
+        for group in push.groups:
+            seen = self._load(update, push, group)
+            with timeline.during("commit"):
+                if self._fleet is not None:
+                    self._commit(self._fleet, push, group)
+                if group is push.groups[-1]:
+                    if self._fleet is not None:
+                        report = self._report(timeline, push)
+                    self._finite.warn(update, push.version, seen)
+                    # The last step: a rank may return after it.
+                    report = update.ranks.broadcast(report, "commit", PushReport)
         for session in push.sessions:
             session.pushes += 1
+        if self._rolling and report is not None and not late:
+            self._sessions.sort([each.pause_s for each in report.engines])
+        self._updated = []
         return report
 
-    def _send(self, update: Update, push: PlannedPush) -> None:
-        """Tell workers to begin, and send them this rank's part, session by session."""
-        for session, digests in zip(push.sessions, push.digests, strict=True):
+    def _load(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> list[str]:
+        """Make the engines of a group load the version, and verify it. Return the tensors seen by `FiniteCheck.look`.
+
+        Opens the update of a later group's engines first.
+        """
+        timeline, seen = update.timeline, list[str]()
+        is_later = group is not push.groups[0]
+        with timeline.during("pause"):
             if self._fleet is not None:
-                go = Go(push.version, session.sample, session.place_sample, digests)
+                if is_later:
+                    self._fleet.open([one for session in group for one in session.handles])
+                self._fleet.wait_open()
+            if is_later:
+                update.ranks.broadcast(None, "pause")  # the deadline of a send begins when the engines are ready
+        with timeline.during("transfer"):
+            self._send(update, push, group)
+            self._source.gather((), update.meet)
+        with timeline.during("load"), update.blaming_ranks():
+            if group is push.groups[-1]:
+                seen = self._finite.look(push.left_out)  # while the workers load
+            # For each group: no engine may serve weights that were written while it read them.
+            self._memory.note(push.version, push.label)
+            self._wait_done(update, push, group)
+        return seen
+
+    def _send(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> None:
+        """Tell workers to begin, and send them this rank's part, session by session."""
+        for session in group:
+            if self._fleet is not None:
+                go = Go(push.version, session.sample, session.place_sample, push.digests[session])
                 self._fleet.go(go, session.handles)
             with (
                 update.blaming_ranks(),
@@ -160,37 +205,49 @@ class CopyWeights(FleetStrategy):
             ):
                 session.transport.send(bar, session.sample, update)
 
-    def _wait_done(self, update: Update, push: PlannedPush) -> tuple[list[Done], int]:
-        """Wait on rank 0 for every worker and rank. Return there the workers' answers, and the bytes sent by ranks."""
+    def _wait_done(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> None:
+        """Wait on rank 0 for every worker and rank of a group. Note there what they answer."""
         fleet, timeline = self._fleet, update.timeline
-        patience_s = max(session.done_s(self._options.timeout_s) for session in push.sessions)
-        done = fleet.wait_done(patience_s) if fleet is not None else []
-        own = timeline.seconds("transfer"), sum(session.transport.sent_bytes for session in push.sessions)
+        if fleet is not None:
+            patience_s = max(session.done_s(self._options.timeout_s) for session in group)
+            push.done[:] = fleet.wait_done(patience_s)
+        own = timeline.seconds("transfer"), sum(session.transport.sent_bytes for session in group)
         everyone = update.ranks.gather(own, "transfer")
         timeline.sent_s = [seconds for seconds, _ in everyone]
-        return done, sum(nbytes for _, nbytes in everyone)
+        push.sent_bytes.append(sum(nbytes for _, nbytes in everyone))
 
-    def _commit(
-        self, fleet: Fleet, timeline: Timeline, push: PlannedPush, done: Sequence[Done], sent_bytes: int
-    ) -> PushReport:
-        """Make every engine serve the version, on rank 0. Return the report."""
+    def _commit(self, fleet: Fleet, push: PlannedPush, group: Sequence[TransferSession]) -> None:
+        """Make the engines of a group serve the version, on rank 0."""
+        for session in group:
+            session.transport.on_commit(push.version)
+        push.workers.extend(worker_reports(fleet, push.done, fleet.commit(push.label)))
+        push.engines.extend(fleet.report())
+        self._updated = [each.name for each in push.engines]
+
+    def _report(self, timeline: Timeline, push: PlannedPush) -> PushReport:
+        """Return the report of a push whose engines serve the version, on rank 0."""
         load_paths: Counter[str] = Counter()
         for session in push.sessions:
-            session.transport.on_commit(push.version)
             load_paths.update(session.plan.load_paths)
-        workers = worker_reports(fleet, done, fleet.commit(push.label))
         report = timeline.report(
-            workers,
+            push.workers,
+            push.engines,
             version=push.version,
             nbytes=push.nbytes,
             chunks=sum(len(session.due) for session in push.sessions),
-            sent_bytes=sent_bytes,
-            pause_s=time.perf_counter() - fleet.paused_at,
+            sent_bytes=sum(push.sent_bytes),
             load_paths=dict(load_paths),
             left_out=tuple(sorted(self._roster.lost)),
         )
         logger.info("pushed %s", report)
         return report
+
+    def explain(self, error: WeightSyncError) -> WeightSyncError:
+        error = super().explain(error)
+        if self._updated:
+            error.message += f"; {', '.join(self._updated)} already serves the new version"
+            error.add_facts(updated=self._updated)
+        return error
 
     def is_untouched(self) -> bool:
         # A rank changes sessions only after rank 0's broadcast of the changes, so rank 0 knows of every change.
@@ -216,6 +273,7 @@ class CopyWeights(FleetStrategy):
         self._largest.abort()
         self._memory.clear()
         self._update = self._reading = None
+        self._updated = []
         self._source.close()
         self._is_touched = False
 
@@ -227,20 +285,23 @@ class CopyWeights(FleetStrategy):
         reading = self._source.read(model)
         self._memory.find(model, reading)
         changes, digests = self._agree_on_changes(update, reading, late)
+        made = 0  # new sessions
         if changes.affect(self._sessions.negotiated):
             self._is_touched = True
             if is_open and self._fleet is not None:
                 self._fleet.cancel()
             is_open = False
             transport = self._sessions.apply(changes, None if self._fleet is None else self._fleet.handles)
-            if transport is not None:
+            while transport is not None:
                 self._sessions.add(self._negotiate(update, model, reading, transport, late))
-                self._reading = reading
+                self._reading, made = reading, made + 1
+                is_last = update.ranks.broadcast(not self._unlinked(late), "plan")
+                transport = None if is_last else self._sessions.begin()
             digests = update.ranks.gather(self._sessions.prepare_push(), "plan")
-        sessions = self._sessions.negotiated
-        of_session = [[each[at] for each in digests] for at in range(len(sessions))]
+        sessions = [*self._sessions.negotiated]
+        of_session = {session: [each[at] for each in digests] for at, session in enumerate(sessions)}
         if late:
-            sessions, of_session = (sessions[-1:], of_session[-1:]) if changes.connects else ([], [])
+            sessions = sessions[len(sessions) - made :]
         if pairs := places_of_two(sessions):
             # Ranks that quantise compute scales together, and may be out of step after a refusal.
             self._is_touched |= self._options.quantize is not None
@@ -249,14 +310,15 @@ class CopyWeights(FleetStrategy):
             if is_stream:
                 self._source.read(model)  # begin the stream anew
         version = update.ranks.broadcast(self._choose_version(update, sessions, late), "plan")
-        if sessions and not is_open:
-            self._open(update, sessions)
+        groups = [[each] for each in sessions] if self._rolling else [sessions] if sessions else []
+        if groups and not is_open:
+            self._open(update, groups[0])
         pushed = self._memory.pushed
         label = pushed.label if late and pushed is not None else update.label
         nbytes = max((session.nbytes for session in sessions), default=0)
-        return PlannedPush(
-            sessions, version, label, of_session if self._verify != "none" else [[] for _ in sessions], nbytes
-        )
+        if self._verify == "none":
+            of_session = {session: [] for session in sessions}
+        return PlannedPush(groups, version, label, of_session, nbytes)
 
     def _open_early(self, update: Update) -> bool:
         """Begin to open the update before the model is read, on rank 0, if that ends no request. Return whether it did.
@@ -264,7 +326,7 @@ class CopyWeights(FleetStrategy):
         A model has seldom moved. So engines pause while the ranks read it.
         """
         sessions = self._sessions.negotiated
-        if not sessions or self._pause not in ("keep", CALLER):
+        if not sessions or self._rolling or self._pause not in ("keep", CALLER):
             return False
         self._choose_version(update, sessions, False)  # an invalid version is refused before an engine pauses
         self._open(update, sessions)
@@ -354,12 +416,17 @@ class CopyWeights(FleetStrategy):
     ) -> tuple[list[EngineHandle], list[ConnectedWorker], list[dict[str, Any]]]:
         """Connect the engines without a session, on rank 0. Return them, their workers, and the invitations to meet."""
         fleet, ranks = self._open_fleet(update), update.ranks
-        linked = [one for session in self._sessions.negotiated for one in session.handles]
-        handles = [one for one in fleet.handles if one not in linked and not (late and self._is_served(one))]
+        handles = self._unlinked(late)[: 1 if self._rolling else None]
         workers = fleet.connect(handles)
         # Workers with a loopback address run on this host, so any address of this host works.
         host = ranks.host if ranks.size > 1 and is_loopback(fleet.host) else fleet.host
         return handles, workers, transport.invite(machines(everyone), [each.machine for each in workers], host)
+
+    def _unlinked(self, late: bool) -> list[EngineHandle]:
+        """Return the engines that wait for a session, on rank 0."""
+        linked = [one for session in self._sessions.negotiated for one in session.handles]
+        handles = [] if self._fleet is None else self._fleet.handles
+        return [one for one in handles if one not in linked and not (late and self._is_served(one))]
 
     def _gather(self, names: Sequence[str]) -> None:
         assert self._update is not None

@@ -25,7 +25,7 @@ from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
 from weightsync.fleet import connect
 from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.net.update import Update
-from weightsync.report import PushReport
+from weightsync.report import EngineReport, PushReport
 from weightsync.sources.base import Model
 from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
@@ -144,10 +144,12 @@ class SaveAndRestart(UpdateStrategy):
         with update.timeline.during("restart"):
             if server is not None:
                 server.restart(target)
-                connect(server, options.timeout_s)[0].set_version(str(version))
+                (engine,) = connect(server, options.timeout_s)
+                engine.set_version(str(version))
                 folder.prune(transport.keep_last)  # not before: a failed start keeps all older versions
                 restart_s = update.timeline.seconds("restart")
-                report = update.timeline.report(version=version, nbytes=nbytes, load_s=restart_s, pause_s=restart_s)
+                paused = EngineReport(engine.name, restart_s)
+                report = update.timeline.report((), [paused], version=version, nbytes=nbytes, load_s=restart_s)
                 logger.info("saved and restarted %s", report)
             self._finite.warn(update, version, self._finite.look())
             pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)

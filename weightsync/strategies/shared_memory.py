@@ -159,8 +159,7 @@ class SharedMemory(FleetStrategy):
         with timeline.during("commit"):
             if fleet is not None:
                 workers = worker_reports(fleet, done, fleet.commit(update.label))
-                pause_s = time.perf_counter() - fleet.paused_at
-                report = timeline.report(workers, away_s=body_s, version=version, nbytes=0, pause_s=pause_s)
+                report = timeline.report(workers, fleet.report(), away_s=body_s, version=version, nbytes=0)
                 logger.info("wrote %s", report)
             self._finite.source.read(attached.model)
             self._finite.warn(update, 0 if report is None else report.version, self._finite.look())

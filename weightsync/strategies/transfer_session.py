@@ -143,7 +143,7 @@ class SessionChanges(Struct):
 
     kept: the number of each remaining session, with the workers that it no longer sends to.
     again: the old session with a transport to reuse, because the same engines connect once more. None: a new transport.
-    connects: whether engines get a new session, the last one.
+    connects: whether engines get new sessions, the last ones.
     """
 
     kept: list[tuple[int, list[int]]]
@@ -162,9 +162,15 @@ class Sessions:
     """
 
     def __init__(
-        self, transport: Transport, another: Callable[[], Transport] | None = None, encoding: str | None = None
+        self,
+        transport: Transport,
+        another: Callable[[], Transport] | None = None,
+        encoding: str | None = None,
+        of_one: bool = False,
     ) -> None:
         """Connect engines over `transport`, or each session over a transport of `another`.
+
+        of_one: each engine has a session of its own, for any number of engines.
 
         Raises `ConfigError` for an encoding that `transport` does not know.
         """
@@ -173,7 +179,7 @@ class Sessions:
                 f"encoding={encoding!r}; encodings of transport {transport.name!r}: "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}"
             )
-        self._transport, self._another, self._encoding = transport, another, encoding
+        self._transport, self._another, self._encoding, self._of_one = transport, another, encoding, of_one
         self.negotiated: list[TransferSession] = []
         self._joining: list[Transport] = []  # the transport of the session under negotiation
 
@@ -201,7 +207,8 @@ class Sessions:
                 kept.append((number, left))
                 linked += staying
         wanted = [one for one in handles if one not in linked] if joining is None else [*joining]
-        if wanted and (self._another is None or len(kept) >= _MOST):  # one transport serves all engines or none
+        most = len(handles) if self._of_one else _MOST
+        if wanted and (self._another is None or len(kept) >= most):  # one transport serves all engines or none
             kept = []
             wanted = [*handles] if joining is None else wanted
         dropped = [number for number in range(len(self.negotiated)) if number not in dict(kept)]
@@ -224,8 +231,10 @@ class Sessions:
         for session in before:
             if session not in self.negotiated and session.transport is not again:
                 session.transport.release()
-        if not changes.connects:
-            return None
+        return self.begin(again) if changes.connects else None
+
+    def begin(self, again: Transport | None = None) -> Transport:
+        """Return the transport for a new session. `again`: one to reuse."""
         transport = again or (self._transport if self._another is None else self._another())
         transport.claim(self, self._encoding)
         self._joining = [transport]
@@ -234,6 +243,11 @@ class Sessions:
     def add(self, session: TransferSession) -> None:
         """Keep a new session that is connected."""
         self.negotiated, self._joining = [*self.negotiated, session], []
+
+    def sort(self, seconds: Sequence[float]) -> None:
+        """Order the sessions by these seconds, one number for each. Every rank gives the same numbers."""
+        order = sorted(range(len(self.negotiated)), key=seconds.__getitem__)
+        self.negotiated = [self.negotiated[at] for at in order]
 
     def disconnect(self) -> None:
         """Drop all sessions, also one under negotiation."""
