@@ -35,6 +35,8 @@ _CHECKED_WHERE_READ = ("backend", "transport", "engine", "bucketer", "selection"
 """Options with objects or names that only their readers know, such as a plug-in's transport."""
 _NAMES = ("backend", "bucketer")
 """The options among these with no other names than those of their types."""
+_HINTS = {"backend": '. "fsdp" is also for DDP and plain modules'}
+"""More to say about the choices of an option."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class WeightSyncConfig:
             try:
                 convert(given, kind)
             except ValidationError:
-                raise ConfigError(f"{name}={given!r}; {_expected(kind)}") from None
+                raise ConfigError(f"{name}={given!r}; {_expected(kind)}{_HINTS.get(name, '')}") from None
         read_selection(self.selection)
 
 

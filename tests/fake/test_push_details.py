@@ -720,7 +720,7 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
             "pause: no effect with this CheckpointTransport",
         ),
         (lambda sync, model: WeightSync("fsdp", "gloo"), "choose .*CheckpointTransport"),
-        (lambda sync, model: WeightSync("ipc", "fsdp"), "Choose .*plain modules"),
+        (lambda sync, model: WeightSync("ipc", "fsdp"), "choose .*plain modules"),
         (lambda sync, model: WeightSync("fsdp", "single_copy").push(model), "call `attach"),
     ],
 )
