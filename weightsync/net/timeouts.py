@@ -136,7 +136,7 @@ STAGING_POLL_S, STAGING_LONGEST_POLL_S = 0.00005, 0.001
 NCCL_POLL_S = 0.00002
 """Pause between two queries of an NCCL operation. A chunk takes less than a millisecond."""
 READ_POLL_S = 0.0001
-"""Pause between two looks by a worker at its reads by NIXL. A chunk takes some milliseconds."""
+"""Longest pause between two looks at reads by NIXL. On GPUs of one host a chunk takes less than a millisecond."""
 LINK_LOOK_S = 0.01
 """Pause between two checks for an error while bytes travel between CPUs."""
 MEMBER_POLL_S = 0.002

@@ -203,14 +203,14 @@ class _Sender:
             slot, sections = number % SLOTS, self.layout[number]
             if sections:
                 late, deadline = partial(self._offers.late, slot), update.deadline_after_workers()
-                wait_until(late, "read a chunk", update.wait, deadline)
+                wait_until(late, "read a chunk", update.wait, deadline, timeouts.READ_POLL_S)
             still_open(self.packer).fill(number, sample)
             if not sections:
                 continue
             if self.device.type == "cuda":
                 filled = torch.cuda.current_stream(self.device).record_event()
                 late = partial(_unfinished, filled, self.device)
-                wait_until(late, "fill a slot", update.wait, update.deadline())
+                wait_until(late, "fill a slot", update.wait, update.deadline(), timeouts.READ_POLL_S)
             self._offers.add(slot, [self._firsts[chain] for chain in sections])
             sent_bytes += sum(each.end - each.first for each in sections.values())
         return sent_bytes
@@ -278,7 +278,8 @@ class NixlReceiver(TransportReceiver):
         reader = still_open(self._reader)
         reader.begin(numbers)
         for number in numbers:
-            wait_until(partial(reader.late, number), "let a chunk be read", wait, deadline())
+            late = partial(reader.late, number)
+            wait_until(late, "let a chunk be read", wait, deadline(), timeouts.READ_POLL_S)
             yield number
             reader.loaded(number)
 

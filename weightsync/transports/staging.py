@@ -299,7 +299,13 @@ def still_open(part: Part | None) -> Part:
     return part
 
 
-def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: Deadline) -> None:
+def wait_until(
+    late: Callable[[], list[str]],
+    what: str,
+    wait: Wait,
+    deadline: Deadline,
+    longest_poll_s: float = timeouts.STAGING_LONGEST_POLL_S,
+) -> None:
     """Poll until no peer is late. Raises `SyncTimeoutError` with the late peers' names, and the errors of `wait`."""
     pause_s = timeouts.STAGING_POLL_S
     while waiting_for := late():
@@ -310,4 +316,4 @@ def wait_until(late: Callable[[], list[str]], what: str, wait: Wait, deadline: D
                 waiting_for=waiting_for,
             )
         wait(pause_s)
-        pause_s = min(2 * pause_s, timeouts.STAGING_LONGEST_POLL_S)
+        pause_s = min(2 * pause_s, longest_poll_s)
