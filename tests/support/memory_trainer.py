@@ -162,13 +162,10 @@ class MemoryTrainer:
                 errors.append(error)
 
         threads = [threading.Thread(target=run, args=(number,)) for number in range(len(self.receivers))]
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.receivers[0]._model.dtype)  # a loader sets it, for all threads of a process
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        torch.set_default_dtype(dtype)
         if errors:
             raise errors[0]
         return [found[number] for number in range(len(self.receivers))]

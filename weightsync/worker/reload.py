@@ -159,18 +159,15 @@ def install(module: nn.Module, template: nn.Module, fresh: dict[int, nn.Paramete
 
 @contextmanager
 def given_memory(params: Collection[str], model: EngineModel) -> Iterator[None]:
-    """Give parameters of the never loaded model memory, and set the default dtype of an engine's start, meanwhile."""
+    """Give these parameters of the never loaded model memory, until the context ends."""
     pristine = model.pristine()
     places = [(pristine.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in params]
     saved = [(module, key, param) for module, key in places if (param := module._parameters.get(key)) is not None]
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(model.dtype)  # the loader may make further parameters
     try:
         for module, key, param in saved:
             module._parameters[key] = materialise(param, model.device)
         yield
     finally:
-        torch.set_default_dtype(dtype)
         for module, key, param in saved:
             module._parameters[key] = param
 
