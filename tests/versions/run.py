@@ -44,7 +44,9 @@ TAIL = """
 - server, healed: an HTTP server that a failed push has left `POISONED`, and an engine that the next push heals.
 - trainer's side: [vLLM's trainer interface](../use/vllm-trainer.md).
 
-`make test-verl` runs vLLM 0.24.0, by the worker extension. vLLM 0.33 never ran: it has no wheel for CPUs.
+`make test-verl` runs vLLM 0.24.0, by the worker extension. vLLM 0.33 never ran: it has no wheel for CPUs. By hand,
+over `ipc` and `broadcast`, a trainer with torch 2.13 pushed to a server with torch 2.11 (vLLM 0.25.1), and one with
+torch 2.11 to a server with torch 2.13 (vLLM 0.32.0). Both equal cold.
 
 """
 
