@@ -1,4 +1,5 @@
-"""Pushed equals cold under expert and data parallelism: an `LLM` of two workers, and an `AsyncLLM` of two cores.
+"""Pushed equals cold under expert and data parallelism, in an `LLM` of two workers, and an `AsyncLLM` and a server of
+two cores.
 
 An engine of several cores is one engine. All cores get the weights or none.
 """
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 import tiny_models
-from engines import ANSWER_TOKENS, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, answer_of, assert_same
+from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, TIMEOUT_S, Answer, Engines, Remote, answer_of, assert_same
 
 from weightsync import WeightSync
-from weightsync.errors import WeightSyncError
+from weightsync.engines import HttpEngine, LoraAdapter
+from weightsync.errors import UnsupportedError, WeightSyncError
+from weightsync.tools.processes import Server
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -26,6 +29,8 @@ pytestmark = pytest.mark.engine
 EXPERTS = {"enable_expert_parallel": True, "worker_extension_cls": "cpu_experts.RunsExperts"}
 MODEL = "qwen3-moe-of-5"
 CORES = 2
+ASKED = 8
+"""Questions to two API servers behind one address: one of them misses all of these once in 128 times."""
 
 
 def serve(engines: Engines) -> dict[str, Answer]:
@@ -163,3 +168,39 @@ def test_an_engine_of_two_cores_is_one_engine(engines: Remote):
     assert seen["paused"]
     assert "dp=1 closed its connection" in seen["lost"]
     assert seen["lost after"] < TIMEOUT_S / 2
+
+
+def test_a_server_of_two_cores_behind_two_api_servers_is_one_engine(engine_process: Remote, tmp_path: Path):
+    """Each request may reach either API server, and each of these all cores."""
+    checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "A")
+    options: dict[str, Any] = {
+        "data_parallel_size": CORES,
+        "api_server_count": 2,
+        "worker_extension_cls": EXPERTS["worker_extension_cls"],
+    }
+    server = Server(checkpoint, "auto", tmp_path / "log", NOT_COMPILED, options)
+    try:
+        server.wait(400)
+        engine = HttpEngine(server.url, name="the server", timeout_s=TIMEOUT_S)
+        before, model = server.generate(PROMPTS), tiny_models.build("qwen3", "B")
+        with WeightSync("fsdp", "broadcast", server.url, timeout_s=TIMEOUT_S) as sync:
+            assert len(sync.push(model).workers) == CORES
+            after = server.generate(PROMPTS)
+            tiny_models.fill(model, "A")
+            engine.call("POST", "/collective_rpc", {"method": "fail_next_push", "args": [1]})
+            with pytest.raises(WeightSyncError, match="dp=1"):
+                sync.push(model)
+            assert all((engine.version() or "").startswith("POISONED") for _ in range(ASKED))
+            assert all(engine.is_paused() for _ in range(ASKED))
+            version = sync.push(model).version
+            assert {engine.version() for _ in range(ASKED)} == {str(version)}
+            assert server.generate(PROMPTS) == before
+            tiny_models.fill(model, "B")
+            sync.push(model)
+            assert server.generate(PROMPTS) == after
+        with pytest.raises(UnsupportedError, match="--api-server-count 1"):
+            engine.load_adapter(LoraAdapter("adapter", 1, str(tmp_path)))
+    finally:
+        server.stop()
+    first, second = after[: len(PROMPTS)], after[len(PROMPTS) :]
+    assert first == second != before[: len(PROMPTS)]

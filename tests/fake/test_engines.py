@@ -456,10 +456,11 @@ def listed(*rows: tuple[str, str]) -> tuple[int, str]:
     return 200, json.dumps({"data": [{"id": name, "root": path} for name, path in (("base", "/base"), *rows)]})
 
 
-def configured(backend: str | None = "weightsync", extension: str = "") -> tuple[int, str]:
+def configured(backend: str | None = "weightsync", extension: str = "", api_servers: int = 1) -> tuple[int, str]:
     """What /server_info answers."""
     transfer = {"backend": backend} if backend else None
-    found: dict[str, Any] = {"weight_transfer_config": transfer, "parallel_config": {"worker_extension_cls": extension}}
+    parallel = {"worker_extension_cls": extension, "_api_process_count": api_servers}
+    found: dict[str, Any] = {"weight_transfer_config": transfer, "parallel_config": parallel}
     found["lora_config"] = {"max_lora_rank": 8, "max_loras": 1}
     return 200, json.dumps({"vllm_config": found, "vllm_env": {}})
 
@@ -519,6 +520,7 @@ def test_http_adapters_that_are_refused(server, status, body, error, words):
         ({"/server_info": configured(None)}, EngineError, "no weightsync plug-in .*backend is None"),
         ({"/server_info": configured("nccl")}, EngineError, "no weightsync plug-in .*backend is 'nccl'"),
         ({"/server_info": (200, "{}")}, EngineError, "no weightsync plug-in"),
+        ({"/server_info": configured(api_servers=2)}, UnsupportedError, "2 API servers .*--api-server-count 1"),
         ({"/collective_rpc": (200, json.dumps({"results": [UNBOUND]}))}, UnsupportedError, r"layers\.0\.q_proj"),
         (
             {"/collective_rpc": (200, '{"results": [{"error": "no file"}]}')},

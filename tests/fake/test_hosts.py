@@ -103,8 +103,8 @@ def join(host: Host, rank: int, size: int, master: str) -> None:
     dist.init_process_group("gloo")
 
 
-def connect(host: Host, engines: list[str], transport: str, timeout_s: float) -> None:
-    host.kept.append(WeightSync("fsdp", transport, engines, timeout_s=timeout_s))
+def connect(host: Host, engines: list[str], transport: str, timeout_s: float, rolling: bool | None = None) -> None:
+    host.kept.append(WeightSync("fsdp", transport, engines, timeout_s=timeout_s, rolling=rolling))
 
 
 def push(host: Host, seed: int) -> tuple[str, float]:
@@ -222,6 +222,28 @@ def test_a_worker_that_cannot_reach_the_trainer_says_so_at_once(tmp_path: Path, 
         hosts.unblock("A", PORT, refuse)
         assert trainer.call(push, 2)[0] == ""
         assert engine.call(wrong, 2) == []
+
+
+@pytest.mark.parametrize("rolling", [True, None])
+def test_engines_that_can_be_dialled_at_their_http_port_alone(tmp_path: Path, rolling: bool | None) -> None:
+    """As in containers, or behind NAT, with one published port. Each can dial."""
+    with Hosts("A", "C", "D", shared=tmp_path) as hosts:
+        engines = [engine_on(hosts, name, **{PORTS: f"{PORT}-{PORT + 9}"}) for name in "CD"]
+        for name in "CD":
+            hosts.block(name, f"{PORT}-{PORT + 9}", refuse=True)
+        trainer = hosts.python("A")
+        trainer.call(set_environment, {})
+        trainer.call(connect, [f"http://{name}:{ENGINE_PORT}" for name in "CD"], "broadcast", TIMEOUT_S, rolling)
+        text, took_s = trainer.call(push, 2)
+        assert took_s < SOON_S
+        if rolling:
+            assert text == ""
+            assert [engine.call(wrong, 2) for engine in engines] == [[], []]
+        else:  # the second engine receives from the first one
+            assert "could not reach member 1 of the broadcast" in text
+            assert "engine 1 worker tp=0" in text
+            assert "NAT" in text
+            assert "rolling=True" in text
 
 
 @pytest.mark.parametrize("refuse", [True, False], ids=["refused", "dropped"])

@@ -60,6 +60,15 @@ def test_only_ports_that_are_said_are_taken_until_none_is_left(monkeypatch: pyte
     listen("127.0.0.1").close()
 
 
+def test_ports_forwarded_by_another_machine_are_listened_to_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container's host forwards the ports that it publishes."""
+    monkeypatch.setenv(HOST, "192.0.2.1")
+    monkeypatch.setenv(PORTS, str(port := free_port()))
+    assert address_facing("127.0.0.1") == "192.0.2.1", "engines are told the other machine's address"
+    with listen("192.0.2.1"), reach("127.0.0.1", port, "a worker", "the trainer", Deadline(5.0)):
+        pass
+
+
 @pytest.mark.parametrize("said", ["x", "29650-29600", "0-10", "65000-70000", "-5"])
 def test_what_are_no_ports_is_refused(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     monkeypatch.setenv(PORTS, said)

@@ -30,6 +30,7 @@ from weightsync.engines.calls import (
     held_paused,
     limit_s,
     no_plug_in,
+    several_api_servers,
     too_late,
     with_cores,
 )
@@ -293,9 +294,7 @@ class HttpEngine:
         self._change_adapters("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
         if self._adapters().get(adapter.name) != adapter.path:
             raise EngineError(
-                f"the server has loaded the adapter {adapter.name}, but does not list it in /v1/models. Give each API "
-                "server's own address, if several are behind this address",
-                who=self.name,
+                f"the server has loaded the adapter {adapter.name}, but does not list it in /v1/models", who=self.name
             )
         self._check_bound(adapter, NEWEST)
 
@@ -306,13 +305,15 @@ class HttpEngine:
         check_bound(adapter, answers, self.name)
 
     def _check_workers(self) -> None:
-        """Raise `EngineError` when the server's workers have neither the plug-in nor the extension.
+        """Raise when several API servers share the address, or the workers have neither plug-in nor extension.
 
         Reads the server's configuration, since a try could harm: see `VllmEngine._worker_methods`.
         """
         if self._has_workers:
             return
         config = self._told(_SERVER_INFO, _ServerInfo).vllm_config
+        if (servers := (config.parallel_config or {}).get("_api_process_count", 1)) != 1:
+            raise several_api_servers(servers, self.name)
         backend = (config.weight_transfer_config or {}).get("backend")
         if backend != BACKEND and not (config.parallel_config or {}).get("worker_extension_cls"):
             raise no_plug_in(f"its weight transfer backend is {backend!r}", self.name)

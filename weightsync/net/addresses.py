@@ -63,16 +63,30 @@ def host_port(address: str, port: int) -> str:
 def listen(address: str) -> socket.socket:
     """Listen at an address of this host, on the first free port of $WEIGHTSYNC_PORTS, or on any port if it is unset.
 
-    Raises `ConfigError` when no such port is free, or the address is not this host's.
+    If $WEIGHTSYNC_PORTS is set, the address may be another machine's, such as a container's host. It forwards these
+    ports, and this host listens on all interfaces.
+
+    Raises `ConfigError` when no such port is free, or the address is not this host's and no port is set.
     """
     family, problem = socket.AF_INET6 if ":" in address else socket.AF_INET, None
+    place = "" if os.environ.get(PORTS) and not _is_own(address, family) else address
     for port in _ports(os.environ[PORTS]) if os.environ.get(PORTS) else (0,):
         try:
-            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+            return socket.create_server((place, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             problem = error
     said = "".join(f", {name}={os.environ[name]}" for name in (HOST, PORTS) if os.environ.get(name))
     raise ConfigError(f"cannot listen at {address}{said}: {problem}") from problem
+
+
+def _is_own(address: str, family: int) -> bool:
+    """Return whether an interface of this host has the address."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> socket.socket:
@@ -84,7 +98,9 @@ def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> so
         why = f"no answer within {limit_s:.2g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise PeerError(
             f"{me} on {socket.gethostname()} could not reach {peer} at {host_port(address, port)}: {why}. On {peer}, "
-            f"set {HOST} to a reachable address or interface of its host, and {PORTS} to ports open in the firewall",
+            f"set {HOST} to a reachable address or interface of its host, and {PORTS} to ports open in the firewall. "
+            "Behind NAT or in a container, publish these ports. Engines updated with rolling=True need not reach each "
+            'other. transport="lora" needs only the port of the engine\'s own server',
             phase="connect",
         ) from error
 

@@ -43,8 +43,8 @@ def several_engines() -> EngineError:
     """Return the error for a call to an engine that has not met the calling trainer."""
     return EngineError(
         "this call was refused: this engine's workers have not connected to the trainer. If the address is a load "
-        'balancer\'s, give each engine\'s own address, engine=["http://first:8000", "http://second:8000"]. If the '
-        "engine was restarted, push again"
+        'balancer\'s, give each engine\'s own address, engine=["http://first:8000", "http://second:8000"]. One server '
+        "has one address, for all of its cores and API servers. If the engine was restarted, push again"
     )
 
 

@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 class PlannedPush:
     """A push at the end of its plan phase.
 
-    groups: sessions that serve the version together, one group after the other. Empty: every engine has the version.
+    groups: sessions with one commit each, one group after the other. Empty: every engine has the version.
     digests: on rank 0 for each session, the digest of each rank's sample of the bytes read in place.
     nbytes: the bytes of the tensors in the push, each counted once.
-    done: on rank 0, the answers of the workers that have loaded last.
+    done: on rank 0, the answers of the last group's workers.
     sent_bytes: on rank 0 for each group, the bytes sent by all ranks.
-    workers, engines: on rank 0, the reports of the groups that serve the version.
+    workers, engines: on rank 0, the reports of all groups so far.
     """
 
     groups: list[list[TransferSession]]
@@ -72,7 +72,7 @@ class PlannedPush:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """The tensors that travel to no engine."""
+        """The tensors left out of every session."""
         return frozenset.intersection(*(session.left_out for session in self.sessions))
 
 
@@ -93,7 +93,7 @@ class CopyWeights(FleetStrategy):
                 'engines. With pause="caller" all engines are paused throughout'
             )
         self._sessions = Sessions(transport, another, options.encoding, self._rolling)
-        self._updated: list[str] = []  # on rank 0: the engines that serve the version of the push under way
+        self._updated: list[str] = []  # on rank 0: the names of engines with the version of the push under way
         given = renamed(SteadySource(options.source), options.selection)
         self._finite = FiniteCheck(options.non_finite, given, isinstance(options.source, StreamSource))
         self._source = self._finite.source
@@ -188,7 +188,7 @@ class CopyWeights(FleetStrategy):
         with timeline.during("load"), update.blaming_ranks():
             if group is push.groups[-1]:
                 seen = self._finite.look(push.left_out)  # while the workers load
-            # For each group: no engine may serve weights that were written while it read them.
+            # For each group: no engine may commit weights written during its transfer.
             self._memory.note(push.version, push.label)
             self._wait_done(update, push, group)
         return seen
@@ -225,7 +225,7 @@ class CopyWeights(FleetStrategy):
         self._updated = [each.name for each in push.engines]
 
     def _report(self, timeline: Timeline, push: PlannedPush) -> PushReport:
-        """Return the report of a push whose engines serve the version, on rank 0."""
+        """Return the report of a push after its last commit, on rank 0."""
         load_paths: Counter[str] = Counter()
         for session in push.sessions:
             load_paths.update(session.plan.load_paths)
