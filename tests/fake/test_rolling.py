@@ -157,7 +157,7 @@ def test_engines_before_a_failure_keep_the_new_version_and_later_ones_the_old(
         order = sort_as_pushed(sync, engines)
         error = failed(sync, fill(model, 3), order[1])
         assert error.facts["updated"] == [order[0].name]
-        assert f"{order[0].name} already serves the new version" in str(error)
+        assert f"engines with the new version: {order[0].name}" in str(error)
         assert (order[0].serves(3), order[0].version(), order[0].generates) == (True, "2", True)
         assert (order[1].state, order[1].generates) == (POISONED, False)
         assert (order[1].version() or "").startswith(POISONED)

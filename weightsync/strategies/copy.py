@@ -245,7 +245,7 @@ class CopyWeights(FleetStrategy):
     def explain(self, error: WeightSyncError) -> WeightSyncError:
         error = super().explain(error)
         if self._updated:
-            error.message += f"; {', '.join(self._updated)} already serves the new version"
+            error.message += f"; engines with the new version: {', '.join(self._updated)}"
             error.add_facts(updated=self._updated)
         return error
 
