@@ -112,7 +112,6 @@ class CopyWeights(FleetStrategy):
             )
         self._bucketer = bucketer
         self._verify = options.verify or "sampled"
-        self._pause = options.pause or "keep"
         self._reading: Reading | None = None  # the negotiated tensors
         self._memory = TrainerMemory(self._verify)
         self._update: Update | None = None
@@ -326,7 +325,7 @@ class CopyWeights(FleetStrategy):
         A model has seldom moved. So engines pause while the ranks read it.
         """
         sessions = self._sessions.negotiated
-        if not sessions or self._rolling or self._pause not in ("keep", CALLER):
+        if not sessions or self._rolling or self._options.pause not in (None, "keep", CALLER):
             return False
         self._choose_version(update, sessions, False)  # an invalid version is refused before an engine pauses
         self._open(update, sessions)
