@@ -7,6 +7,7 @@ An engine of several cores is one engine. All cores get the weights or none.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -178,7 +179,9 @@ def test_a_server_of_two_cores_behind_two_api_servers_is_one_engine(engine_proce
         "api_server_count": 2,
         "worker_extension_cls": EXPERTS["worker_extension_cls"],
     }
-    server = Server(checkpoint, "auto", tmp_path / "log", NOT_COMPILED, options)
+    extension = [str(Path(tiny_models.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = NOT_COMPILED | {"PYTHONPATH": os.pathsep.join(extension)}
+    server = Server(checkpoint, "auto", tmp_path / "log", environment, options)
     try:
         server.wait(400)
         engine = HttpEngine(server.url, name="the server", timeout_s=TIMEOUT_S)
