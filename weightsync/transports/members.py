@@ -5,18 +5,20 @@ The communicator begins to meet while the workers plan.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
 from msgspec import Meta, Struct
 
-from weightsync.errors import PlacementError
+from weightsync.errors import PlacementError, WeightSyncError
+from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, choose_chains
-from weightsync.transports.base import RouteRequest
+from weightsync.transports.base import RouteRequest, Wait
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.nccl_group import NcclGroup
 from weightsync.transports.tcp_links import TcpLinks
@@ -59,6 +61,18 @@ def meet(
     made = kind_of(told.device)([*told.place], rendezvous, told.rank, told.size, device)
     made.meet(deadline)
     return made
+
+
+def wait_unless_aborted(aborted: threading.Event, ranks: Ranks) -> Wait:
+    """Return the wait of a rank that connects. It raises once `aborted` is set or a rank has failed."""
+
+    def wait(seconds: float) -> None:
+        if aborted.wait(seconds):
+            raise WeightSyncError("the push was aborted")
+        if ranks.rank:  # on rank 0 another thread uses these connections
+            ranks.wait(0.0)
+
+    return wait
 
 
 def route_chains(request: RouteRequest) -> tuple[Chain, ...]:

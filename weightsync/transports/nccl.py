@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta, Struct
 
-from weightsync.errors import ConfigError, ProtocolError, WeightSyncError
+from weightsync.errors import ConfigError, ProtocolError
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
@@ -50,7 +50,7 @@ from weightsync.transports.base import (
 )
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
-from weightsync.transports.members import check_machines, kind_of, meet, route_chains
+from weightsync.transports.members import check_machines, kind_of, meet, route_chains, wait_unless_aborted
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes, still_open
 
 _AHEAD = 8
@@ -159,19 +159,11 @@ class NcclTransport(Transport):
         return Endpoint([], common.arrivals, fields)
 
     def connect(self, deadline: Deadline) -> None:
-        sender, ranks = self._sender, self._ranks
-        if sender is None:
+        if (sender := self._sender) is None:
             return
-        communicator = sender.communicator
-
-        def wait(seconds: float) -> None:
-            if communicator.aborted.wait(seconds):
-                raise WeightSyncError("the push was aborted")
-            if ranks.rank:  # on rank 0 another thread uses these connections
-                ranks.wait(0.0)
-
+        wait = wait_unless_aborted(sender.communicator.aborted, self._ranks)
         with sender.stream:
-            communicator.link(sender.first_sends(), [], wait, deadline)
+            sender.communicator.link(sender.first_sends(), [], wait, deadline)
             sender.pack()  # while the workers prepare their copies
 
     def prepare_push(self, sample: int | None) -> int:

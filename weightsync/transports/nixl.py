@@ -41,7 +41,7 @@ from weightsync.transports.base import (
     TransportReceiver,
     Wait,
 )
-from weightsync.transports.members import route_chains
+from weightsync.transports.members import route_chains, wait_unless_aborted
 from weightsync.transports.nixl_agent import BACKEND
 from weightsync.transports.nixl_group import NixlGroup, meet
 from weightsync.transports.staging import (
@@ -145,15 +145,8 @@ class NixlTransport(Transport):
     def connect(self, deadline: Deadline) -> None:
         if (sender := self._sender) is None:
             return
-        group, ranks = sender.group, self._ranks
-
-        def wait(seconds: float) -> None:
-            if group.aborted.wait(seconds):
-                raise WeightSyncError("the push was aborted")
-            if ranks.rank:  # on rank 0 another thread uses these connections
-                ranks.wait(0.0)
-
-        group.share(sender.slots, [], sender.behind, wait, deadline)
+        wait = wait_unless_aborted(sender.group.aborted, self._ranks)
+        sender.group.share(sender.slots, [], sender.behind, wait, deadline)
 
     def prepare_push(self, sample: int | None) -> int:
         if self._sender is not None and self._sender.device.type == "cuda":
