@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from array import array
@@ -75,9 +76,9 @@ def written(encoded: bytes, base: bytes) -> bytes:
     old = array("H", base)
     starts = range(0, len(old), BLOCK)
     blocks = [old[at : at + BLOCK] for at in starts]
-    (*sizes,) = struct.unpack_from("<3i", encoded)
-    rows = struct.unpack_from(f"<{len(blocks)}i", encoded, 12)
-    at = [12 + 4 * len(blocks)]
+    (*sizes,) = struct.unpack_from("<3q", encoded)
+    rows = struct.unpack_from(f"<{len(blocks)}q", encoded, 24)
+    at = [24 + 8 * len(blocks)]
     at += [at[0] + sum(sizes[:number]) for number in (1, 2, 3)]
     masks = [-(-len(block) // 8) if row % 2 else row // 2 for row, block in zip(rows, blocks, strict=True)]
     lengths = [sum(masks), sum(row // 2 for row in rows), sum(row // 2 for row in rows)]
@@ -142,7 +143,7 @@ def test_what_has_not_changed_takes_a_head_alone():
     base = noise(2 * WORDS, 0)
     encoded = check(base.clone(), base)
     assert encoded is not None
-    assert encoded.numel() == 4 * (3 + -(-WORDS // BLOCK))
+    assert encoded.numel() == 8 * (3 + -(-WORDS // BLOCK))
 
 
 @pytest.mark.parametrize("equal", [0, 1, 254, 255, 256, 257, 510, 511])
@@ -152,7 +153,7 @@ def test_long_runs_of_equal_words_come_back(equal):
     new[2 * equal] ^= 1
     encoded = check(new, base, NEVER_DEFLATED)
     assert encoded is not None
-    assert encoded.numel() == 4 * 4 + 3 * (1 + equal // 256)
+    assert encoded.numel() == 8 * 4 + 3 * (1 + equal // 256)
 
 
 def test_what_is_all_other_bytes_is_not_encoded():
@@ -214,10 +215,21 @@ def test_a_difference_that_is_cut_or_goes_on_is_refused(bytes_per_s):
     assert torch.equal(held, base)
 
 
+def test_a_head_tells_planes_of_more_than_two_gib_apart():
+    sizes = [2**31 + 8, 2**31 + 16, 2**32 + 24]
+    head = delta._head(sizes, [0])
+    encoded = torch.empty(head.numel() + sum(sizes), dtype=torch.uint8)  # mapped, and never touched behind the head
+    encoded[: head.numel()] = head
+    with pytest.raises(ProtocolError, match=re.escape(f"planes of {sizes} bytes, and room for [0, 0, 0]")):
+        decode(encoded, noise(2 * BLOCK, 0))
+    with pytest.raises(ProtocolError, match=re.escape(f"a difference of {encoded.numel() - 1} bytes has planes of")):
+        decode(encoded[:-1], noise(2 * BLOCK, 0))
+
+
 def test_a_plane_that_inflates_to_more_than_it_may_is_refused_without_inflating_it():
     bomb = delta._deflate(memoryview(bytes(1 << 24)))
-    numbers = torch.tensor([0, len(bomb), 0, 2 * BLOCK, *[0] * (WORDS // BLOCK)], dtype=torch.int32)
-    spoilt = torch.cat([numbers.view(torch.uint8), torch.frombuffer(bytearray(bomb), dtype=torch.uint8)])
+    head = delta._head([0, len(bomb), 0], [2 * BLOCK, *[0] * (WORDS // BLOCK)])
+    spoilt = torch.cat([head, torch.frombuffer(bytearray(bomb), dtype=torch.uint8)])
     held = noise(2 * WORDS, 0)
     with pytest.raises(ProtocolError):
         decode(spoilt, held)

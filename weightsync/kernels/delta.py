@@ -39,9 +39,7 @@ def encode(new: torch.Tensor, base: torch.Tensor, bytes_per_s: float = 0.0) -> t
     differences = torch.cat([part.differences for part in parts]).view(torch.uint8).view(-1, 2)
     planes = [torch.cat([part.positions for part in parts]), *differences.t().contiguous()]
     stored = [_deflated(plane, bytes_per_s) for plane in planes]
-    numbers = [*(plane.numel() for plane in stored), *(part.row for part in parts)]
-    head = torch.tensor(numbers, dtype=torch.int32).to(new.device).view(torch.uint8)
-    encoded = torch.cat([head, *stored])
+    encoded = torch.cat([_head([*map(len, stored)], [part.row for part in parts]).to(new.device), *stored])
     return encoded if encoded.numel() < new.numel() else None
 
 
@@ -163,12 +161,16 @@ def _inflated(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(stored.device)
 
 
+def _head(sizes: list[int], rows: list[int]) -> torch.Tensor:
+    return torch.tensor([*sizes, *rows]).view(torch.uint8)
+
+
 def _parse(encoded: torch.Tensor, blocks: list[int]) -> Iterator[_Block]:
     """Return the blocks of a difference. Raise `ProtocolError` if any number in it is out of bounds."""
-    nhead = 4 * (_PLANES + len(blocks))
+    nhead = 8 * (_PLANES + len(blocks))
     if encoded.numel() < nhead:
         raise ProtocolError(f"a difference of {encoded.numel()} bytes has no room for the head of {nhead}")
-    numbers = encoded[:nhead].clone().view(torch.int32).tolist()
+    numbers = encoded[:nhead].clone().view(torch.int64).tolist()
     sizes, rows = numbers[:_PLANES], numbers[_PLANES:]
     counts = [row >> 1 for row in rows]
     if any(not 0 <= count <= words for count, words in zip(counts, blocks, strict=True)):
