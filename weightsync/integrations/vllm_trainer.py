@@ -1,4 +1,4 @@
-"""weightsync behind vLLM's own interface for trainers, from vLLM 0.30 on.
+"""weightsync behind vLLM's own interface for trainers, from vLLM 0.27 on.
 
     info = WeightSyncTrainerInitInfo(rank=rank)
     trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)  # on every rank

@@ -1,4 +1,4 @@
-"""The differences between vLLM versions that weightsync depends on. Tested with 0.26 and 0.32."""
+"""The differences between vLLM versions that weightsync depends on. docs/evidence/versions.md says which ran."""
 
 from __future__ import annotations
 

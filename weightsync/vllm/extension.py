@@ -1,6 +1,6 @@
 """A mix-in class for `worker_extension_cls`: the way into a vLLM worker without the plug-in.
 
-It serves vLLM 0.20 to 0.24, and frameworks that own the engine's workers. It is also the faster way: an update is one
+It serves vLLM before 0.25, and frameworks that own the engine's workers. It is also the faster way: an update is one
 call into the engine here, and three calls with the plug-in.
 """
 
