@@ -19,8 +19,9 @@ from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, prompts_of
 from tensordict import TensorDict
 
 from weightsync import SingleCopyTransport
-from weightsync.errors import ConfigError, EngineError, ManifestError, PeerError, PlacementError
-from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column
+from weightsync.errors import ConfigError, EngineError, ManifestError, PeerError, PlacementError, SyncTimeoutError
+from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column, worker_group
+from weightsync.hybrid.batch import unpack
 
 pytestmark = [pytest.mark.forks, pytest.mark.filterwarnings("ignore")]
 NODE_CPUS = 3
@@ -140,7 +141,7 @@ def test_what_a_failure_keeps_from_beginning_does_not_take_its_place(
 
 def test_a_failure_that_nobody_asked_for_keeps_others_from_beginning(actor: WorkerGroup, tmp_path: Path):
     later = actor.fail.remote("theirs", 1, tmp_path / "end")
-    while not later._pending.has_failed():
+    while later.pending.failure() is None:
         time.sleep(0.05)
     with pytest.raises(PeerError, match=r"cannot begin Policy\.where: Policy\.fail has failed in another process"):
         actor.where()
@@ -398,6 +399,73 @@ def test_an_engine_that_is_lost_gets_no_prompts_until_a_push_reaches_it(actor: W
             time.sleep(0.2)
         assert others.names == everyone
         check_states(others, 2)
+
+
+def test_results_are_arguments_and_the_controller_fetches_the_last_alone(
+    actor: WorkerGroup, engine: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+):
+    fetched: list[Any] = []
+    monkeypatch.setattr(worker_group, "unpack", lambda value: fetched.append(value) or unpack(value))
+    neighbour = WorkerGroup(actor, type("Another", (Neighbour,), {}))
+    for count in (1, 5, 6):  # with two ranks: one of padding alone, one row of padding, none
+        batch = batch_of(count)
+        scaled = actor.echo.remote(actor.echo.remote(batch))  # results of results
+        added = actor.add.remote(scaled, second=batch)
+        assert not fetched
+        found = added.result()
+        assert len(fetched) == 2
+        fetched.clear()
+        assert found["sum"].tolist() == [2 * number for number in range(count)]
+        assert found["rows"].tolist() == [-(-count // 2)] * count
+    answers = engine.generate.remote(prompts_of(5), n=2)
+    for result in (neighbour.texts.remote(answers), neighbour.texts.remote(batch=answers)):
+        assert result.result() == [f"prompt {row // 2}" for row in range(10)]
+    assert neighbour.count(actor.echo.remote(batch_of(3))) == 3  # at rank 0 alone
+    assert engine.generate(engine.generate.remote(prompts_of(2), n=1), n=1)["answers"].shape == (2, 5)
+
+
+def test_results_of_several_calls_are_dealt_out_to_ranks(actor: WorkerGroup):
+    parts = [actor.echo.remote(batch_of(count)) for count in (2, 3)]
+    assert actor.numbers(parts) == [[0, 1], [0, 1, 2]]
+    with pytest.raises(ConfigError, match="a CallFuture is inside of another argument"):
+        actor.numbers([parts, parts])
+    with pytest.raises(ConfigError, match=r"got batches of \[2, 3\] rows") as refused:
+        actor.add(parts[0], parts[1])
+    assert refused.value.who.startswith("Policy rank")
+
+
+def test_a_call_that_gets_no_argument_raises_the_first_cause_and_does_not_run(
+    actor: WorkerGroup, engine: RolloutGroup, others: RolloutGroup
+):
+    before = actor.note(["", ""], [0, 0])
+    failed = actor.fail.remote("theirs", 1)
+    with pytest.raises(WorkerError, match=r"Policy\.fail raised KeyError") as theirs:
+        actor.note.remote(failed, [0, 0]).result()
+    assert theirs.value.who.startswith("Policy rank 1 on ")
+    wait_until_idle(actor)
+    names, victim = others.names, others.actors[1]
+    answers = others.generate.remote(prompts_of(3), n=1, wait_s=1)
+    noted = actor.note.remote(answers, [0, 0])
+    noted_again = actor.note.remote(noted, [0, 0])
+    kill(victim)
+    for call in (noted_again, noted):
+        with pytest.raises(PeerError, match=rf"{names[1]} died before it answered generate"):
+            call.result()
+    wait_until_idle(actor)
+    assert [each[:-1] for each in actor.note(["", ""], [0, 0])] == before
+    others.remove(names[1])
+    assert len(others.generate(prompts_of(3), n=1)) == 3
+
+
+def test_a_call_that_waits_for_an_argument_names_the_late_actor(
+    actor: WorkerGroup, engine: RolloutGroup, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(actor.processes, "timeout_s", 0.5)
+        waiting = actor.scale.remote(engine.generate.remote(prompts_of(1), n=1, wait_s=2))
+    with pytest.raises(SyncTimeoutError, match=rf"no answer to generate within 0\.5 s from {engine.names[0]}"):
+        waiting.result()
+    wait_until_idle(actor)
 
 
 def test_without_drop_a_dead_engine_stays_until_it_is_removed(

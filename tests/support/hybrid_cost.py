@@ -25,11 +25,16 @@ from weightsync.hybrid import Dispatch, ResourcePool, RolloutGroup, WorkerGroup,
 class Timed(Policy):
     @register(Dispatch.ONE_TO_ALL)
     def push_by_hand(self, count: int) -> list[float]:
-        return [timed(lambda: self.push(None)) for _ in range(count)]
+        (name,) = self._syncs
+        return [timed(lambda: self.push(name, None)) for _ in range(count)]
 
     @register(Dispatch.DP)
     def give_back(self, batch: TensorDict) -> TensorDict:
         return batch
+
+    @register(Dispatch.DP)
+    def size_of(self, batch: TensorDict) -> int:
+        return len(batch)
 
 
 @ray.remote(num_cpus=0)
@@ -71,10 +76,13 @@ def main() -> None:
         "DP, 512 texts there and back": lambda: group.give_back(texts),
         "DP, 34 MB there and back": lambda: group.give_back(large),
         "Ray alone, the same bytes as these": ray_alone(4096 * 2048 * 4),
+        "34 MB from call to call, fetched between": lambda: group.size_of(group.give_back(large)),
+        "34 MB from call to call, as an argument": lambda: group.size_of(group.give_back.remote(large)),
     }
     for what, call in calls.items():
         report(what, [timed(call) for _ in range(60)][10:])
     with engine.follow(group) as sync:
+        sync.push()  # names the engines to the workers
         alone, controlled = [], []
         for _ in range(5):
             alone += group.push_by_hand(20)[0]

@@ -36,6 +36,20 @@ class Policy(Worker):
     def scale(self, batch: TensorDict, by: int = 1) -> TensorDict:
         return TensorDict({"scaled": batch["number"] * by, "text": batch.get("text")}, batch.batch_size)
 
+    @register(Dispatch.DP_PADDED)
+    def echo(self, batch: TensorDict) -> TensorDict:
+        return batch
+
+    @register(Dispatch.DP_PADDED)
+    def add(self, first: TensorDict, second: TensorDict) -> TensorDict:
+        """Return the sum of two columns, and of each row the number of rows that its rank got."""
+        rows = torch.full(first.batch_size, len(first))
+        return TensorDict({"sum": first["number"] + second["number"], "rows": rows}, first.batch_size)
+
+    @register(Dispatch.ALL_TO_ALL)
+    def numbers(self, batch: TensorDict) -> list[int]:
+        return list(batch["number"].tolist())
+
     @register(Dispatch.ALL_TO_ALL)
     def note(self, call: str, seconds: float) -> list[str]:
         time.sleep(seconds)
@@ -102,6 +116,14 @@ class Neighbour(Worker):
     @register(Dispatch.RANK_ZERO)
     def ask(self) -> int:
         return self.roles["Policy"].rank
+
+    @register(Dispatch.RANK_ZERO)
+    def texts(self, batch: TensorDict) -> list[str]:
+        return list(batch.get("text").tolist())
+
+    @register(Dispatch.RANK_ZERO)
+    def count(self, batch: TensorDict) -> int:
+        return len(batch)
 
 
 class FailingRole(Worker):

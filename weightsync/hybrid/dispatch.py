@@ -34,10 +34,14 @@ class Place(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The arguments of one rank's call."""
+    """The arguments of one rank's call.
+
+    rows: The first rows of the result that count. The rest answers rows of padding. None: all rows count.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch mode. Make your own with `Dispatch(split, collect)`. Both functions run at the controller.
+    """A dispatch mode. Make your own with `Dispatch(split, collect)`, two pure functions.
+
+    `split` runs at the controller, and raises before any rank is called. For a call with a `CallFuture` among its
+    arguments, `split` runs in each rank. `collect` runs in the process that takes the result.
 
     Attributes:
         split: Takes the layout and the call of the group. Returns one `Call` for each rank, or None to leave a rank
-            out. It raises before any rank is called.
-        collect: Takes the layout, the call of the group and the results of all ranks, with None for ranks left out.
-            Returns the result of the group.
+            out.
+        collect: Takes the layout and the results of all ranks, with None for ranks left out. Returns the result of the
+            group.
     """
 
     split: Callable[[Layout, Call], Sequence[Call | None]]
-    collect: Callable[[Layout, Call, list[Any]], Any]
+    collect: Callable[[Layout, list[Any]], Any]
 
     ONE_TO_ALL: ClassVar[Dispatch]
     ALL_TO_ALL: ClassVar[Dispatch]
@@ -100,6 +107,19 @@ def register(dispatch: Dispatch) -> Callable[[Function], Function]:
         return function
 
     return mark
+
+
+def answer(method: Callable[..., Any], call: Call) -> Any:
+    """Return a rank's result without the rows of the padding. Raise `ConfigError` if they cannot be found."""
+    result = method(*call.args, **call.kwargs)
+    if call.rows is None or not isinstance(result, TensorDict):
+        return result
+    if rows(result) != (given := _rows_of(call)):
+        raise ConfigError(
+            f"the result of {given} rows has {rows(result)} rows, and the rows of the padding cannot be found. Return "
+            "a row for each row, or use Dispatch.DP"
+        )
+    return cut(result, 0, call.rows)
 
 
 def dispatch_of(function: Any) -> Dispatch | None:
@@ -146,37 +166,28 @@ def _over_data_parallel_padded(layout: Layout, call: Call) -> list[Call]:
     def fill(value: Any) -> Any:
         return pad(value, layout.data_parallel_size) if is_batch(value) else value
 
-    _rows_of(call)
+    count = _rows_of(call)
     padded = Call(tuple(map(fill, call.args)), {name: fill(value) for name, value in call.kwargs.items()})
-    return _over_data_parallel(layout, padded)
+    calls = _over_data_parallel(layout, padded)
+    size = _rows_of(calls[0])
+    return [
+        each._replace(rows=min(max(count - size * place.data_parallel_rank, 0), size)) if place.collects else each
+        for place, each in zip(layout.places, calls, strict=True)
+    ]
 
 
-def _all(layout: Layout, call: Call, results: list[Any]) -> list[Any]:
+def _all(layout: Layout, results: list[Any]) -> list[Any]:
     return results
 
 
-def _first(layout: Layout, call: Call, results: list[Any]) -> Any:
+def _first(layout: Layout, results: list[Any]) -> Any:
     return results[0]
 
 
-def _concat(layout: Layout, call: Call, results: list[Any]) -> Any:
+def _concat(layout: Layout, results: list[Any]) -> Any:
     collected = sorted((place.data_parallel_rank, rank) for rank, place in enumerate(layout.places) if place.collects)
     parts = [results[rank] for _, rank in collected]
     return concat(parts) if all(isinstance(part, TensorDict) for part in parts) else parts
-
-
-def _concat_unpadded(layout: Layout, call: Call, results: list[Any]) -> Any:
-    joined = _concat(layout, call, results)
-    if not isinstance(joined, TensorDict):
-        return joined
-    count, size = _rows_of(call), layout.data_parallel_size
-    padded = -(-count // size) * size
-    if rows(joined) != padded:
-        raise ConfigError(
-            f"the results of {padded} rows, padded from {count}, have {rows(joined)} rows, and the rows of the "
-            "padding cannot be found. Return a row for each row, or use Dispatch.DP"
-        )
-    return cut(joined, 0, count)
 
 
 def _rows_of(call: Call) -> int:
@@ -191,5 +202,5 @@ def _rows_of(call: Call) -> int:
 Dispatch.ONE_TO_ALL = Dispatch(_one_to_all, _all)
 Dispatch.ALL_TO_ALL = Dispatch(_all_to_all, _all)
 Dispatch.DP = Dispatch(_over_data_parallel, _concat)
-Dispatch.DP_PADDED = Dispatch(_over_data_parallel_padded, _concat_unpadded)
+Dispatch.DP_PADDED = Dispatch(_over_data_parallel_padded, _concat)
 Dispatch.RANK_ZERO = Dispatch(_rank_zero, _first)

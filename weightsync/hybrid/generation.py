@@ -2,37 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 
-from weightsync.hybrid.batch import rows, take, union
+from weightsync.errors import PeerError, WeightSyncError
+from weightsync.hybrid.batch import rows, take, union, unpack
+from weightsync.hybrid.pending import Pending
 
-Prompt = list[int]
 Answer = tuple[list[int], list[float]]
 """The token ids of one answer, and the log-probability of each when it was sampled."""
-Begun = Callable[[], dict[int, list[Answer]]]
-"""A pending call of engines. It returns the answers by the prompt's number, without unanswered prompts."""
+
+
+class Share(NamedTuple):
+    """The numbers of an engine's prompts, and its answers at Ray."""
+
+    engine: str
+    numbers: list[int]
+    ref: Any
 
 
 class Generation:
-    """The answers to prompts. Prompts that a dead engine leaves unanswered are asked again."""
+    """Answers of engines in progress. The prompts of an engine that leaves the group are asked again.
 
-    def __init__(self, prompts: Sequence[Prompt], begin: Callable[[dict[int, Prompt]], Begun]) -> None:
-        self._prompts, self._begin = dict(enumerate(prompts)), begin
-        self._begun = begin(self._prompts)
+    Args:
+        count: The number of prompts.
+        begin: Asks the prompts of these numbers.
+        leave_out: Ends the dead engine that an error names, or raises the error.
+        timeout_s: The timeout of each wait.
 
-    def results(self) -> list[list[Answer]]:
-        """Wait for the answers to each prompt, in order. Raise the errors of `begin` and of the pending call."""
-        answers = self._begun()
-        while left := {number: prompt for number, prompt in self._prompts.items() if number not in answers}:
-            answers |= self._begin(left)()
-        return [answers[number] for number in self._prompts]
+    Attributes:
+        numbers: The numbers of each engine's prompts, in the order of `results`. It changes when prompts are asked
+            again.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        begin: Callable[[list[int]], list[Share]],
+        leave_out: Callable[[PeerError], None],
+        timeout_s: float,
+    ) -> None:
+        self._begin, self._leave_out, self._timeout_s = begin, leave_out, timeout_s
+        self.numbers: list[list[int]] = []
+        self._ask(begin([*range(count)]))
+
+    @property
+    def refs(self) -> list[Any]:
+        return self._pending.refs
+
+    def results(self) -> list[Any]:
+        """Wait for the answers of each engine. Raise the errors of `begin` and of the engines."""
+        while True:
+            try:
+                return self._pending.results()
+            except PeerError as error:
+                lost = [share for share in self._shares if share.engine == error.who]
+                if not lost:
+                    raise
+                self._leave_out(error)
+                others = [share for share in self._shares if share not in lost]
+                self._ask([*others, *self._begin([*chain(*(share.numbers for share in lost))])])
+
+    def late(self) -> tuple[str, list[str]]:
+        return self._pending.late()
+
+    def failure(self) -> WeightSyncError | None:
+        return self._pending.failure()
+
+    def _ask(self, shares: list[Share]) -> None:
+        self._shares = shares
+        self.numbers[:] = [share.numbers for share in shares]
+        # An engine that is asked again has two shares.
+        names = {share.ref: share.engine for share in shares}
+        self._pending = Pending("generate", names, self._timeout_s)
 
 
-def prompts_of(batch: TensorDict) -> list[Prompt]:
+def prompts_of(batch: TensorDict) -> list[list[int]]:
     """Return the token ids of each row of a batch."""
     ids = batch["prompts"].unbind()
     if "prompt_mask" not in batch:
@@ -40,8 +89,17 @@ def prompts_of(batch: TensorDict) -> list[Prompt]:
     return [row[keep.bool()].tolist() for row, keep in zip(ids, batch["prompt_mask"].unbind(), strict=True)]
 
 
-def batch_of(prompts: TensorDict, answers: list[list[Answer]]) -> TensorDict:
-    """Return the rows of the prompts with the columns of the answers. A row is repeated for each of its answers."""
+def batch_of(packed: Any, numbers: list[list[int]], results: list[list[list[Answer]]]) -> TensorDict:
+    """Return the rows of the prompts with the columns of the answers. A row is repeated for each of its answers.
+
+    Args:
+        packed: The prompts as they travel.
+        numbers: The numbers of each engine's prompts.
+        results: Each engine's answers to its prompts.
+    """
+    prompts = unpack(packed)
+    by_number = dict(zip(chain(*numbers), chain(*results), strict=True))
+    answers = [by_number[number] for number in range(rows(prompts))]
     repeated = take(prompts, [row for row in range(rows(prompts)) for _ in answers[row]])
     flat: list[Any] = [answer for each in answers for answer in each]
     longest = max(len(tokens) for tokens, _ in flat)

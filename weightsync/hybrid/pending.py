@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import ray
 
-from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import ConfigError, PeerError, SyncTimeoutError, WeightSyncError
 from weightsync.net.runtime import Deadline
 
 _DEATHS = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
@@ -23,14 +24,40 @@ class WorkerError(WeightSyncError, RuntimeError):
     """An exception from a worker, with its traceback. `who` names the worker."""
 
 
-class Pending:
-    """A call in progress. `refs` has the actors' results by the actors' names."""
+class Waited(Protocol):
+    """A call in progress."""
 
-    def __init__(self, doing: str, refs: Mapping[str, Any], timeout_s: float) -> None:
+    @property
+    def refs(self) -> list[Any]:
+        """The results of the actors at Ray."""
+
+    def results(self) -> list[Any]:
+        """Wait for the results of the actors, in the order of `refs`."""
+
+    def late(self) -> tuple[str, list[str]]:
+        """Return the method without all answers so far, and the names of the actors without an answer."""
+
+    def failure(self) -> WeightSyncError | None:
+        """Return the first cause, if the call has failed so far."""
+
+
+class Pending:
+    """A call in progress.
+
+    names: the actors' names by their results at Ray.
+    after: calls with results that are arguments of this call. If one fails, no actor runs this call.
+    """
+
+    def __init__(self, doing: str, names: Mapping[Any, str], timeout_s: float, after: Sequence[Waited] = ()) -> None:
         self.doing = doing
-        self._given_up = False
-        self._names = {ref: name for name, ref in refs.items()}
+        self._failure: WeightSyncError | None = None
+        self._names = names
+        self._after = after
         self._deadline = Deadline(timeout_s)
+
+    @property
+    def refs(self) -> list[Any]:
+        return list(self._names)
 
     def results(self) -> list[Any]:
         """Wait for the call to end, and return the results.
@@ -38,39 +65,51 @@ class Pending:
         Raises `PeerError` if an actor died. Raises an actor's `WeightSyncError` unchanged, and its other exceptions as
         a `WorkerError`. Raises `SyncTimeoutError` after the deadline.
         """
-        refs = list(self._names)
-        failure: WeightSyncError
         try:
             # `get` raises as soon as one call has raised.
-            found: list[Any] = ray.get(refs, timeout=self._deadline.left_s())
+            found: list[Any] = ray.get(self.refs, timeout=self._deadline.left_s())
             return found
         except ray.exceptions.GetTimeoutError:
-            who = self.running()
-            failure = SyncTimeoutError(
-                f"no answer to {self.doing} within {self._deadline.timeout_s:g} s from {', '.join(who)}",
+            doing, who = self.late()
+            self._failure = SyncTimeoutError(
+                f"no answer to {doing} within {self._deadline.timeout_s:g} s from {', '.join(who)}",
                 phase=self.doing,
                 waiting_for=who,
             )
         except ray.exceptions.RayError:
-            failure = self._first_cause(refs)
-        self._given_up = True
-        raise failure
+            self._failure = self._first_cause()
+        raise self._failure
 
     def running(self) -> list[str]:
         """Return the names of the actors without an answer so far."""
         return [self._names[ref] for ref in self._by_now()[1]]
 
+    def late(self) -> tuple[str, list[str]]:
+        for each in self._after:
+            if (found := each.late())[1]:
+                return found
+        return self.doing, self.running()
+
     def has_failed(self) -> bool:
         """Return whether an actor has raised or died, or `results` has given up. Fetches no result."""
-        return self._given_up or any(raised(ref) is not None for ref in self._by_now()[0])
+        return self._failure is not None or any(raised(ref) is not None for ref in self._by_now()[0])
+
+    def failure(self) -> WeightSyncError | None:
+        if self._failure is None and self.has_failed():
+            self._failure = self._first_cause()
+        return self._failure
 
     def _by_now(self) -> tuple[list[Any], list[Any]]:
         """Return the refs with results, and the refs without results so far."""
         ended, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
         return ended, waiting
 
-    def _first_cause(self, refs: list[Any]) -> WeightSyncError:
-        """Return the failure that caused the others: a death before an exception."""
+    def _first_cause(self) -> WeightSyncError:
+        """Return the failure that caused the others: an earlier call's, and a death before an exception."""
+        for each in self._after:
+            if (earlier := each.failure()) is not None:
+                return earlier
+        refs = self.refs
         ended, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=_NEWS_S) if waiting else ([], [])
         failed = [(ref, error) for ref in (*ended, *later, *lost) if (error := raised(ref)) is not None]
@@ -79,17 +118,36 @@ class Pending:
         return explain(error, self._names[ref], self.doing)
 
 
-class Waited(Protocol):
-    """A call in progress, such as a `Pending`."""
+@dataclass(frozen=True)
+class Later:
+    """A `CallFuture` on its way to an actor. The actor fetches the results from the actors of that call."""
 
-    def results(self) -> list[Any]: ...
+    refs: list[Any]
+    collect: Callable[[list[Any]], Any]
+
+    def fetch(self) -> Any:
+        """Wait for the result in the actor. Raise Ray's error if the call has failed."""
+        return self.collect(ray.get(self.refs))
 
 
 class CallFuture:
-    """The result of a group's call in progress."""
+    """The result of a group's call in progress.
+
+    It can be an argument of another `WorkerGroup`'s call. The workers then fetch the result, and the controller does
+    not.
+    """
 
     def __init__(self, pending: Waited, collect: Callable[[list[Any]], Any]) -> None:
-        self._pending, self._collect = pending, collect
+        self.pending, self._collect = pending, collect
+
+    def later(self) -> Later:
+        """Return the result as an argument."""
+        return Later(self.pending.refs, self._collect)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "a CallFuture is inside of another argument. Give it as an argument of its own, or give its `result()`"
+        )
 
     def result(self) -> Any:
         """Wait for the result of the group.
@@ -102,7 +160,7 @@ class CallFuture:
             PeerError: A worker or engine has died.
             WeightSyncError: A worker or engine raised it.
         """
-        return self._collect(self._pending.results())
+        return self._collect(self.pending.results())
 
 
 class Method:

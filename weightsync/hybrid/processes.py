@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from weightsync.errors import ConfigError, PeerError
-from weightsync.hybrid.dispatch import Place
-from weightsync.hybrid.pending import Pending
+from weightsync.hybrid.dispatch import Call, Place
+from weightsync.hybrid.pending import Pending, Waited
 from weightsync.hybrid.pool import WORKERS, ResourcePool
-from weightsync.hybrid.worker import Process, Worker
+from weightsync.hybrid.worker import Process, Unsplit, Worker
 
 
 class Processes:
@@ -37,24 +37,36 @@ class Processes:
             self.close()
             raise
 
-    def begin(self, role: str, method: str, calls: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
-        """Call a method of the workers of a role on the ranks of `calls`, each with its arguments."""
+    def begin(
+        self,
+        role: str,
+        method: str,
+        calls: Mapping[int, Call],
+        unsplit: Unsplit | None = None,
+        after: Sequence[Waited] = (),
+    ) -> Pending:
+        """Call a method of the workers of a role on the ranks of `calls`.
+
+        With `unsplit`, each rank gets the call of the group and takes its part. `after` is as for `Pending`.
+        """
         self._check_idle(f"{role}.{method}")
         refs = {
-            f"{role} {self.names[rank]}": self._actors[rank].call.remote(role, method, *args, **kwargs)
-            for rank, (args, kwargs) in calls.items()
+            self._actors[rank].call.remote(
+                role, method, call.rows, unsplit, *call.args, **call.kwargs
+            ): f"{role} {self.names[rank]}"
+            for rank, call in calls.items()
         }
-        return self._begin(f"{role}.{method}", refs)
+        return self._begin(f"{role}.{method}", refs, after)
 
     def add(self, role: str, worker: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
         """Make a worker of this class in each process, and return their places."""
         self._check_idle(f"{role}.init_model")
         actors = zip(self.names, self._actors, strict=True)
-        refs = {f"{role} {name}": each.add.remote(role, worker, args, kwargs) for name, each in actors}
+        refs = {each.add.remote(role, worker, args, kwargs): f"{role} {name}" for name, each in actors}
         return self._begin(f"{role}.init_model", refs).results()
 
-    def _begin(self, doing: str, refs: Mapping[str, Any]) -> Pending:
-        pending = Pending(doing, refs, self.timeout_s)
+    def _begin(self, doing: str, refs: Mapping[Any, str], after: Sequence[Waited] = ()) -> Pending:
+        pending = Pending(doing, refs, self.timeout_s, after)
         self._under_way.append(pending)
         return pending
 
@@ -70,16 +82,16 @@ class Processes:
         actor = ray.remote(Process)
         size = self.pool.size
         self._actors = [actor.options(**self.pool.options(rank)).remote(rank, size) for rank in range(size)]
-        nodes = {name: each.node.remote() for name, each in zip(self.names, self._actors, strict=True)}
+        nodes = {each.node.remote(): name for name, each in zip(self.names, self._actors, strict=True)}
         where = Pending("node", nodes, self.timeout_s).results()
         self.nodes = [node for node, _ in where]
         self.names = [f"rank {rank} on {address}" for rank, (_, address) in enumerate(where)]
         address = where[0][1]
-        (port,) = Pending("listen", {self.names[0]: self._actors[0].listen.remote(address)}, self.timeout_s).results()
+        (port,) = Pending("listen", {self._actors[0].listen.remote(address): self.names[0]}, self.timeout_s).results()
         seen: Counter[str] = Counter()
         joins = {}
         for name, process, node in zip(self.names, self._actors, self.nodes, strict=True):
-            joins[name] = process.join.remote(address, port, seen[node], self.timeout_s)
+            joins[process.join.remote(address, port, seen[node], self.timeout_s)] = name
             seen[node] += 1
         Pending("join", joins, self.timeout_s).results()
 

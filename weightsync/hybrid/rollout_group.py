@@ -13,9 +13,9 @@ import ray
 from tensordict import TensorDict
 
 from weightsync.errors import ConfigError, PeerError
-from weightsync.hybrid.batch import balance, rows
+from weightsync.hybrid.batch import balance, pack, rows
 from weightsync.hybrid.following import KV_CACHE, WEIGHTS, GroupSync
-from weightsync.hybrid.generation import Answer, Begun, Generation, Prompt, batch_of, prompts_of
+from weightsync.hybrid.generation import Generation, Share, batch_of, prompts_of
 from weightsync.hybrid.pending import CallFuture, Method, Pending, has_died
 from weightsync.hybrid.pool import ENGINES, ResourcePool
 from weightsync.hybrid.worker_group import WorkerGroup
@@ -291,7 +291,7 @@ class RolloutGroup:
             actor = cls.options(**pool.options(place)).remote(own, self._options)
             started.append(GroupEngine(f"engine {self._count}", actor, pool, place, state))
             self._count += 1
-        refs = {one.name: one.actor.__ray_call__.remote(_node) for one in started}
+        refs = {one.actor.__ray_call__.remote(_node): one.name for one in started}
         try:
             where = Pending("start", refs, self._timeout_s).results()
         except BaseException:
@@ -307,7 +307,7 @@ class RolloutGroup:
         """Return CUDA's name of the GPU of each place, for engines that begin at these places."""
         ask = ray.remote(_visible_devices)
         places = [place for first in first_places for place in range(first, first + self._size)]
-        refs = {f"place {place}": ask.options(**pool.options(place)).remote() for place in places}
+        refs = {ask.options(**pool.options(place)).remote(): f"place {place}" for place in places}
         return dict(zip(places, Pending("start", refs, self._timeout_s).results(), strict=True))
 
     def _end(self, engine: GroupEngine) -> None:
@@ -320,53 +320,51 @@ class RolloutGroup:
             self._pools.remove(pool)
             pool.release(ENGINES)
 
-    def _begin_generate(self, prompts: TensorDict, **sampling: Any) -> CallFuture:
-        if not rows(prompts):
+    def _begin_generate(self, prompts: TensorDict | CallFuture, **sampling: Any) -> CallFuture:
+        batch = prompts.result() if isinstance(prompts, CallFuture) else prompts
+        if not rows(batch):
             raise ConfigError("a batch without rows has no prompts to answer")
-        asked = Generation(prompts_of(prompts), partial(self._begin_answers, sampling))
-        return CallFuture(asked, partial(batch_of, prompts))
+        ids = prompts_of(batch)
+        asked = Generation(len(ids), partial(self._ask, ids, sampling), self._leave_out, self._timeout_s)
+        return CallFuture(asked, partial(batch_of, pack(batch), asked.numbers))
 
-    def _begin_answers(self, sampling: dict[str, Any], prompts: dict[int, Prompt]) -> Begun:
-        """Share prompts out over the serving engines."""
+    def _ask(self, prompts: list[list[int]], sampling: dict[str, Any], numbers: list[int]) -> list[Share]:
+        """Share the prompts of these numbers out over the serving engines."""
         serving = [one for one in self._engines if one.state is EngineState.SERVING]
         if any(one.asleep for one in serving):
             raise ConfigError("the engines are asleep: call wake_up or push before generate")
         if not serving:
             raise ConfigError("no engine of the group serves the weights of the last push: push first")
-        numbers = list(prompts)
-        parts = balance([len(prompt) for prompt in prompts.values()], len(serving))
-        shares = {one: [numbers[at] for at in part] for one, part in zip(serving, parts, strict=True) if part}
-        refs = {
-            one: one.actor.generate.remote([prompts[number] for number in share], sampling)
-            for one, share in shares.items()
-        }
-
-        def answers() -> dict[int, list[Answer]]:
-            found = self._wait("generate", refs)
-            return {number: each for one in found for number, each in zip(shares[one], found[one], strict=True)}
-
-        return answers
+        parts = balance([len(prompts[number]) for number in numbers], len(serving))
+        shares = [(one, [numbers[at] for at in part]) for one, part in zip(serving, parts, strict=True) if part]
+        return [
+            Share(one.name, own, one.actor.generate.remote([prompts[number] for number in own], sampling))
+            for one, own in shares
+        ]
 
     def _call(self, doing: str, refs: Mapping[GroupEngine, Any]) -> list[GroupEngine]:
-        """Wait for calls, and return the engines that have answered."""
-        return list(self._wait(doing, refs))
-
-    def _wait(self, doing: str, refs: Mapping[GroupEngine, Any]) -> dict[GroupEngine, Any]:
-        """Wait for calls of engines. With on_engine_failure="drop", dead engines leave the group."""
+        """Wait for calls of engines, and return the engines that have answered."""
         left = dict(refs)
         while True:
-            pending = Pending(doing, {one.name: ref for one, ref in left.items()}, self._timeout_s)
             try:
-                return dict(zip(left, pending.results(), strict=True))
+                Pending(doing, {ref: one.name for one, ref in left.items()}, self._timeout_s).results()
+                return list(left)
             except PeerError as error:
                 dead = next((one for one in left if one.name == error.who), None)
-                others = [one for one in self._engines if one is not dead and one.state is EngineState.SERVING]
-                if dead is None or not others or self._sync is None or not self._sync.drops:
+                if dead is None:
                     raise
-                logger.warning("the group continues without %s: %s", dead.name, error)
+                self._leave_out(error)
                 del left[dead]
-                if dead in self._engines:
-                    self._end(dead)
+
+    def _leave_out(self, error: PeerError) -> None:
+        """End the dead engine that an error names, if the group goes on without it. Else raise the error."""
+        dead = next((one for one in self._engines if one.name == error.who), None)
+        others = any(one is not dead and one.state is EngineState.SERVING for one in self._engines)
+        if not others or self._sync is None or not self._sync.drops:
+            raise error
+        logger.warning("the group continues without %s: %s", error.who, error)
+        if dead is not None:
+            self._end(dead)
 
 
 def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> list[int]:

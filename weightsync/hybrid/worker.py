@@ -13,7 +13,8 @@ import torch.distributed as dist
 from weightsync.config import BackendName, WeightSyncConfig
 from weightsync.engines.ray_actor import RayEngine
 from weightsync.hybrid.batch import pack, unpack
-from weightsync.hybrid.dispatch import Place
+from weightsync.hybrid.dispatch import Call, Dispatch, Layout, Place, answer
+from weightsync.hybrid.pending import Later
 from weightsync.report import PushReport
 from weightsync.sources import BackendOption
 from weightsync.sources.base import Model
@@ -100,6 +101,10 @@ class FollowedSync:
         }
 
 
+Unsplit = tuple[Dispatch, Layout]
+"""The dispatch mode and layout of a call that arrives whole: its arguments were not known when it began."""
+
+
 class Process:
     """The Ray actor of one rank. Its workers share the process, and with it `torch.distributed` and the GPU."""
 
@@ -151,7 +156,14 @@ class Process:
         worker.init_model(*args, **kwargs)
         return worker.place()
 
-    def call(self, role: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a worker."""
-        given = {name: unpack(value) for name, value in kwargs.items()}
-        return pack(getattr(self._workers[role], method)(*map(unpack, args), **given))
+    def call(
+        self, role: str, method: str, rows: int | None, unsplit: Unsplit | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a method of a worker. `rows` is as in `Call`. Return None if `unsplit` leaves this rank out."""
+        call = Call(tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}, rows)
+        own = call if unsplit is None else unsplit[0].split(unsplit[1], call)[self._rank]
+        return None if own is None else pack(answer(getattr(self._workers[role], method), own))
+
+
+def _given(value: Any) -> Any:
+    return value.fetch() if isinstance(value, Later) else unpack(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ class WorkerGroup:
         reference = WorkerGroup(actor, Reference, path)  # another role in the same processes
         batch = actor.logprobs(batch)                    # waits for the result
         update = actor.update.remote(batch)              # returns at once: update.result() waits
+        critic.update.remote(reference.logprobs.remote(batch))  # the workers fetch the result, the controller does not
 
     A process runs one call at a time. After a `PeerError` call `close`, and make another group on the same pool.
 
@@ -100,26 +102,43 @@ class WorkerGroup:
 
     def _begin(self, method: str, dispatch: Dispatch, *args: Any, **kwargs: Any) -> CallFuture:
         call = Call(args, kwargs)
-        calls = {rank: each for rank, each in enumerate(dispatch.split(self.layout, call)) if each is not None}
+        unsplit = (dispatch, self.layout) if _futures([call]) else None
+        split = [call] * self.layout.size if unsplit else dispatch.split(self.layout, call)
+        calls = {rank: each for rank, each in enumerate(split) if each is not None}
+        after = [future.pending for future in _futures(calls.values())]
+        pending = self.processes.begin(self.role, method, stored_once(calls), unsplit, after)
+        return CallFuture(pending, partial(collected, dispatch, self.layout, list(calls)))
 
-        def collect(results: list[Any]) -> Any:
-            by_rank = dict(zip(calls, map(unpack, results), strict=True))
-            return dispatch.collect(self.layout, call, [by_rank.get(rank) for rank in range(self.layout.size)])
 
-        return CallFuture(self.processes.begin(self.role, method, stored_once(calls)), collect)
+def collected(dispatch: Dispatch, layout: Layout, ranks: Sequence[int], results: Sequence[Any]) -> Any:
+    """Return the result of a group from the results of these ranks as they travel."""
+    by_rank = dict(zip(ranks, map(unpack, results), strict=True))
+    return dispatch.collect(layout, [by_rank.get(rank) for rank in range(layout.size)])
 
 
-def stored_once(calls: dict[int, Call]) -> dict[int, tuple[tuple[Any, ...], dict[str, Any]]]:
+def stored_once(calls: Mapping[int, Call]) -> dict[int, Call]:
     """Return the calls as they travel. A batch for several ranks is one object in Ray's store."""
-    given = [value for call in calls.values() for value in (*call.args, *call.kwargs.values())]
-    batches = {id(value): value for value in given if isinstance(value, TensorDict)}
+    given = _values(calls.values())
+    large = {id(value): value for value in given if isinstance(value, TensorDict | CallFuture)}
     counts = Counter(map(id, given))
-    stored = {key: ray.put(pack(value)) for key, value in batches.items() if counts[key] > 1}
+    stored = {key: ray.put(_sent(value)) for key, value in large.items() if counts[key] > 1}
 
     def of(value: Any) -> Any:
-        return stored[id(value)] if id(value) in stored else pack(value)
+        return stored[id(value)] if id(value) in stored else _sent(value)
 
     return {
-        rank: (tuple(map(of, call.args)), {name: of(value) for name, value in call.kwargs.items()})
+        rank: Call(tuple(map(of, call.args)), {name: of(value) for name, value in call.kwargs.items()}, call.rows)
         for rank, call in calls.items()
     }
+
+
+def _values(calls: Iterable[Call]) -> list[Any]:
+    return [value for call in calls for value in (*call.args, *call.kwargs.values())]
+
+
+def _futures(calls: Iterable[Call]) -> list[CallFuture]:
+    return list(dict.fromkeys(value for value in _values(calls) if isinstance(value, CallFuture)))
+
+
+def _sent(value: Any) -> Any:
+    return value.later() if isinstance(value, CallFuture) else pack(value)
