@@ -285,6 +285,57 @@ def reserved() -> set[str]:
     return {name for name, each in ray.util.placement_group_table().items() if each["state"] != "REMOVED"}
 
 
+def test_pools_split_and_merge(pool: ResourcePool, engine: RolloutGroup):
+    whole, beside = ResourcePool([4], gpus=0, cpus=0.01), ResourcePool([1], gpus=0, cpus=0.01)
+    half, *quarters = whole.split([2, 1, 1])
+    with (
+        WorkerGroup(half, Policy, 2, timeout_s=120.0) as trainer,
+        RolloutGroup(quarters[0], model="none", actor=StandIn, timeout_s=120.0) as engines,
+        engines.follow(trainer) as sync,
+    ):
+        sync.push()
+        check_states(engines, 2)
+        engines.add(half.split([1, 1])[1])  # beside the second rank
+        sync.push()
+        check_states(engines, 2)
+        assert len(engines.actors) == 2
+        for taken in (half, whole, half.merge(quarters[1])):
+            with pytest.raises(ConfigError, match="two WorkerGroups claim the same places"):
+                WorkerGroup(taken, Policy, 1)
+        with pytest.raises(ConfigError, match="two RolloutGroups claim the same places"):
+            RolloutGroup(whole, model="none", actor=StandIn)
+        assert whole.is_shared
+        assert not quarters[1].is_shared
+    merged = beside.merge(*quarters, half)
+    assert merged.processes == (1, 4)
+    with WorkerGroup(merged, Policy, 3, timeout_s=120.0) as trainer:
+        assert [each["total"] for each in trainer.where()] == [15] * 5
+        assert trainer.scale(batch_of(5))["scaled"].tolist() == [*range(5)]
+    refused: list[tuple[str, Any]] = [
+        ("4 places cannot be split into .* expected all", lambda: whole.split([2, 1])),
+        ("cannot be split into", lambda: whole.split([4, 0])),
+        ("they have places in common", lambda: half.merge(whole)),
+        ("processes have 0 GPUs and 0.01 CPUs, 0 GPUs and 1 CPUs", lambda: whole.merge(pool)),
+        ("close the pools that it was made of", merged.close),
+    ]
+    for words, call in refused:
+        with pytest.raises(ConfigError, match=words):
+            call()
+    for each in (whole, beside):
+        each.close()
+
+
+def test_engines_on_some_of_the_workers_gpus_take_turns_with_them(cluster: None):
+    train = ResourcePool([1])
+    with WorkerGroup(train, Policy, 1, timeout_s=120.0) as actor:
+        (part,) = train.split([1])
+        with RolloutGroup(part, model="none", actor=StandIn, timeout_s=120.0) as engine, engine.follow(actor) as sync:
+            assert ray.get(engine.actors[0].gpus_and_sleep_mode.remote()) == ("0", True)
+            sync.sleep()
+            assert engine.is_asleep
+    train.close()
+
+
 @pytest.fixture(scope="module")
 def three_places(cluster: None) -> Iterator[RolloutGroup]:
     pool = ResourcePool([3], gpus=0, cpus=0.3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import ray
@@ -14,11 +17,24 @@ from weightsync.errors import ConfigError, PlacementError
 WORKERS, ENGINES = "WorkerGroup", "RolloutGroup"
 
 
+@dataclass(eq=False)
+class Reserved:
+    """The resources of one process. `node` is Ray's placement group of all places on the node.
+
+    claimed: the kinds of groups at the place.
+    """
+
+    node: Any
+    bundle: int
+    claimed: set[str] = field(default_factory=set)
+
+
 class ResourcePool:
     """Places for processes: `ResourcePool([4, 4])` has four on one node and four on another, or on the same.
 
-    A pool carries one `WorkerGroup`, one `RolloutGroup`, or one of each. Two groups share its GPUs. Ray reserves the
-    pool's resources until `close`. If a node dies, Ray reserves its places on another node as soon as one has room.
+    A place carries one process of a `WorkerGroup`, one of a `RolloutGroup`, or one of each. Two processes share its
+    GPU. `split` and `merge` make other pools of the same places. Ray reserves the resources until `close`. If a node
+    dies, Ray reserves its places on another node as soon as one has room.
 
     Args:
         processes: The number of processes on each node.
@@ -44,8 +60,8 @@ class ResourcePool:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if gpus is None:
             gpus = int(any(node.get("GPU") for node in nodes))
-        self.processes, self.gpus, self.cpus, self.timeout_s = tuple(processes), gpus, cpus, timeout_s
-        self._claimed: set[str] = set()
+        self.gpus, self.cpus, self.timeout_s = gpus, cpus, timeout_s
+        self._owns = True
         bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         needed = [{name: amount * count for name, amount in bundle.items()} for count in processes]
         if (unplaced := place(needed, nodes)) is not None:
@@ -53,7 +69,8 @@ class ResourcePool:
                 f"a pool of {list(processes)} processes is larger than the cluster: no node is left for {unplaced}; "
                 f"nodes have {[{name: node.get(name, 0) for name in bundle} for node in nodes]}"
             )
-        self._placement = [placement_group([bundle] * count, strategy="STRICT_PACK") for count in processes]
+        on_nodes = [(placement_group([bundle] * count, strategy="STRICT_PACK"), count) for count in processes]
+        self._places = [Reserved(node, bundle) for node, count in on_nodes for bundle in range(count)]
         try:
             self.wait_until_reserved()
         except BaseException:
@@ -63,7 +80,39 @@ class ResourcePool:
     @property
     def size(self) -> int:
         """The number of processes."""
-        return sum(self.processes)
+        return len(self._places)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The number of processes on each node."""
+        return tuple(len(places) for places in self._by_node().values())
+
+    def split(self, sizes: Sequence[int]) -> list[ResourcePool]:
+        """Return pools of these numbers of places, in order. A place of a part is a place of this pool as well.
+
+        Raises `ConfigError` if the sum of the sizes differs from the size of the pool.
+        """
+        if not sizes or min(sizes) < 1 or sum(sizes) != self.size:
+            raise ConfigError(f"a pool of {self.size} places cannot be split into {list(sizes)}; expected all places")
+        return [self._with(self._places[start:end]) for start, end in pairwise(accumulate(sizes, initial=0))]
+
+    def merge(self, *others: ResourcePool) -> ResourcePool:
+        """Return a pool of all places of this pool and others. Places of one node follow each other.
+
+        Raises `ConfigError` if two pools have a place in common, or places of different kinds.
+        """
+        kinds = [f"{each.gpus} GPUs and {each.cpus:g} CPUs" for each in (self, *others)]
+        if len(set(kinds)) > 1:
+            raise ConfigError(f"pools cannot be merged, because their processes have {', '.join(kinds)}")
+        merged = self._with([place for each in (self, *others) for place in each._places])
+        if len(set(merged._places)) != merged.size:
+            raise ConfigError("pools cannot be merged, because they have places in common: merge parts of one split")
+        merged._places = [place for places in merged._by_node().values() for place in places]
+        return merged
+
+    def overlaps(self, other: ResourcePool) -> bool:
+        """Return whether two pools have a place in common."""
+        return not set(self._places).isdisjoint(other._places)
 
     def claim(self, kind: str) -> None:
         """Give the pool to a group of this kind.
@@ -71,30 +120,29 @@ class ResourcePool:
         Raises `ConfigError` while another group of this kind has it. Raises `PlacementError` if a node of the pool has
         died, and no other has room for its places.
         """
-        if kind in self._claimed:
+        if any(kind in place.claimed for place in self._places):
             raise ConfigError(
                 f"two {kind}s claim the same places of a pool of {list(self.processes)} processes, and so one GPU: "
                 "give each a pool of its own" + (", or the first in place of the pool" if kind == WORKERS else "")
             )
         self.wait_until_reserved()
-        self._claimed.add(kind)
+        for place in self._places:
+            place.claimed.add(kind)
 
     def release(self, kind: str) -> None:
         """Take the pool back from the group of this kind."""
-        self._claimed.discard(kind)
+        for place in self._places:
+            place.claimed.discard(kind)
 
     @property
     def is_shared(self) -> bool:
-        """Whether both kinds of groups have the pool."""
-        return len(self._claimed) > 1
+        """Whether both kinds of groups have a place of the pool."""
+        return any(len(place.claimed) > 1 for place in self._places)
 
     def options(self, process: int) -> dict[str, Any]:
         """Return Ray's options for the actor of a group at this place."""
-        node, bundle = 0, process
-        while bundle >= self.processes[node]:
-            bundle -= self.processes[node]
-            node += 1
-        strategy = PlacementGroupSchedulingStrategy(self._placement[node], placement_group_bundle_index=bundle)
+        at = self._places[process]
+        strategy = PlacementGroupSchedulingStrategy(at.node, placement_group_bundle_index=at.bundle)
         # One half for each kind of group: with more, Ray would not start both on one GPU.
         return {"num_cpus": self.cpus / 2, "num_gpus": self.gpus / 2, "scheduling_strategy": strategy}
 
@@ -103,19 +151,36 @@ class ResourcePool:
 
         Raises `PlacementError` after the timeout.
         """
-        ready = [group.ready() for group in self._placement]
-        _, waiting = ray.wait(ready, num_returns=len(ready), timeout=self.timeout_s)
+        ready = {node.ready(): len(places) for node, places in self._by_node().items()}
+        _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=self.timeout_s)
         if waiting:
-            lacking = [count for count, each in zip(self.processes, ready, strict=True) if each in waiting]
+            lacking = [count for each, count in ready.items() if each in waiting]
             raise PlacementError(
                 f"a pool of {list(self.processes)} processes found no node for {lacking} of them within "
                 f"{self.timeout_s:g} s. Close other pools, end other jobs of the cluster, or replace dead nodes"
             )
 
     def close(self) -> None:
-        """Give the resources back to the cluster. Ray ends all processes on them."""
-        for group in self._placement:
-            remove_placement_group(group)
+        """Give the resources back to the cluster. Ray ends all processes on them.
+
+        Raises `ConfigError` for a pool of `split` or `merge`: close the pools that these were made of.
+        """
+        if not self._owns:
+            raise ConfigError("a pool made by split or merge reserves nothing: close the pools that it was made of")
+        for node in self._by_node():
+            remove_placement_group(node)
+
+    def _with(self, places: Iterable[Reserved]) -> ResourcePool:
+        """Return a pool of these places, which are reserved already."""
+        other = copy(self)
+        other._places, other._owns = list(places), False
+        return other
+
+    def _by_node(self) -> dict[Any, list[Reserved]]:
+        found: dict[Any, list[Reserved]] = {}
+        for place in self._places:
+            found.setdefault(place.node, []).append(place)
+        return found
 
 
 def place(needed: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:

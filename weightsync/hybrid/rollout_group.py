@@ -236,7 +236,7 @@ class RolloutGroup:
 
     def shares_gpus(self, pool: ResourcePool) -> bool:
         """Return whether engines are on the GPUs of a pool."""
-        return pool.gpus > 0 and pool in self._pools
+        return pool.gpus > 0 and any(pool.overlaps(one) for one in self._pools)
 
     def is_followed_by(self, sync: GroupSync) -> bool:
         """Return whether this sync is the last one that `follow` made."""
