@@ -85,3 +85,17 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
                             trainer.change(start)
                             sync.push()
                             assert answers(engine) == cold[engine]
+    shared.close()
+    apart.close()
+
+
+def test_verls_protocols_reach_the_stages_of_a_megatron_model(cluster: None, tmp_path: Path):
+    pool = ResourcePool([2])
+    with WorkerGroup(pool, Megatron, MODEL, tmp_path, tp=1, pp=2, timeout_s=300.0) as trainer:
+        first, last = trainer.names()
+        assert "embedding.word_embeddings.weight" in first
+        assert "output_layer.weight" in last
+        assert not {"embedding.word_embeddings.weight"} & {*last}
+        rows = TensorDict({"number": torch.arange(3)}, [3])
+        assert trainer.generate(rows)["rank"].tolist() == [0, 1, 1]
+    pool.close()

@@ -11,7 +11,9 @@ from typing import Any
 import megatron_models
 import tiny_models
 import torch
+from hybrid_protocols import ALL_MICRO_DP, PP_ONLY
 from safetensors.torch import load_file
+from tensordict import TensorDict
 
 from weightsync import MegatronBackend
 from weightsync.hybrid import Dispatch, Place, Worker, register
@@ -28,14 +30,14 @@ class Fsdp(Worker):
 
 
 class Megatron(Worker):
-    """Two tensor-parallel ranks."""
+    """Two tensor-parallel ranks, or the ranks of another mesh."""
 
     backend = MegatronBackend(vocab_size=251)
 
-    def init_model(self, model: str, folder: Path) -> None:
+    def init_model(self, model: str, folder: Path, tp: int = 2, pp: int = 1) -> None:
         torch.set_num_threads(1)
         self.folder, self.config = folder, tiny_models.CONFIGS[model]()
-        self.model = megatron_models.build(self.config, megatron_models.Mesh(tp=2), torch.bfloat16, padding=5)
+        self.model = megatron_models.build(self.config, megatron_models.Mesh(tp, pp), torch.bfloat16, padding=5)
 
     @register(Dispatch.ONE_TO_ALL)
     def change(self, weights: str) -> None:
@@ -44,8 +46,19 @@ class Megatron(Worker):
     def place(self) -> Place:
         from megatron.core import parallel_state
 
-        collects = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        return Place(parallel_state.get_data_parallel_rank(), collects)
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        collects = parallel_state.is_pipeline_last_stage() and tp == 0
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return Place(parallel_state.get_data_parallel_rank(), collects, tp, stage)
+
+    @register(PP_ONLY)
+    def names(self) -> list[str]:
+        return [name for chunk in self.model for name, _ in chunk.named_parameters()]
+
+    @register(ALL_MICRO_DP)
+    def generate(self, batch: TensorDict) -> TensorDict:
+        """Return of each row the rank that it went to."""
+        return TensorDict({"rank": torch.full(batch.batch_size, self.rank)}, batch.batch_size)
 
 
 class AsyncRollout:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hybrid_protocols import ALL_MICRO_DP, PP_ONLY
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
@@ -390,6 +391,29 @@ def test_a_mode_of_ones_own():
         lambda layout, call: [None] * (layout.size - 1) + [call], lambda layout, results: (layout.size, results[-1])
     )
     assert run(plain(3), last, lambda rank, x: rank + x, 5) == (3, 7)
+
+
+# Eight ranks: two models of two pipeline stages of two tensor-parallel ranks.
+THREE_D = Layout(
+    tuple(Place(dp, stage == 1 and tp == 0, tp, stage) for stage, dp, tp in itertools.product((0, 1), (0, 1), (0, 1)))
+)
+
+
+def test_verls_pp_only_asks_each_stage_of_one_model():
+    assert run(THREE_D, PP_ONLY, lambda rank, x: (rank, x), "names") == [(0, "names"), (4, "names")]
+    assert run(plain(3), PP_ONLY, lambda rank: rank) == [0]
+
+
+def test_verls_all_micro_dp_gives_each_tensor_parallel_group_its_part():
+    got: dict[int, list[int]] = {}
+
+    def work(rank: int, part: TensorDict) -> TensorDict:
+        got[rank] = part["number"].tolist()
+        return TensorDict({"from": torch.full((len(part),), rank)}, part.batch_size)
+
+    found = run(THREE_D, ALL_MICRO_DP, work, batch_of(5))
+    assert [got[rank] for rank in range(8)] == [[0], [0], [2], [2], [1], [1], [3, 4], [3, 4]]
+    assert found["from"].tolist() == [0, 4, 2, 6, 6]
 
 
 # ---------------------------------------------------------------------------------------------------------------

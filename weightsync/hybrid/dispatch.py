@@ -27,10 +27,15 @@ _ATTRIBUTE = "_weightsync_dispatch"
 
 
 class Place(NamedTuple):
-    """A rank's data-parallel rank, and whether its results count for its model-parallel group."""
+    """A rank's data-parallel rank, and whether its results count for its model-parallel group.
+
+    The other ranks are for modes of your own. The built-in modes do not read them.
+    """
 
     data_parallel_rank: int
     collects: bool
+    tensor_parallel_rank: int = 0
+    pipeline_parallel_rank: int = 0
 
 
 class Call(NamedTuple):

@@ -57,8 +57,9 @@ class Worker:
     def place(self) -> Place:
         """Return this rank's place for `Dispatch.DP`, after `init_model`. A Megatron worker overrides it.
 
-        return Place(parallel_state.get_data_parallel_rank(),
-                     parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
+        tp = parallel_state.get_tensor_model_parallel_rank()
+        return Place(parallel_state.get_data_parallel_rank(), parallel_state.is_pipeline_last_stage() and tp == 0,
+                     tp, parallel_state.get_pipeline_model_parallel_rank())
         """
         return Place(self.rank, True)
 
