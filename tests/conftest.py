@@ -59,14 +59,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that ask for more GPUs than there are."""
-    marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
+    """Skip the tests that ask for more GPUs than there are, and those that NCCL refuses on a GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("engine")]
     if not marked:
         return
     import torch
 
     found = torch.cuda.device_count()
-    for item, marker in marked:
-        count = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
-        if found < count:
-            item.add_marker(pytest.mark.skip(reason=f"needs {count} NVIDIA GPU(s), found {found}"))
+    for item in marked:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if marker := item.get_closest_marker("gpu"):
+            count = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+            if found < count:
+                item.add_marker(pytest.mark.skip(reason=f"needs {count} NVIDIA GPU(s), found {found}"))
+        elif found and params.get("transport") == "broadcast":
+            item.add_marker(pytest.mark.skip(reason="NCCL wants a GPU for each rank and worker: see tests/gpu"))

@@ -341,8 +341,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
+        backend = "gloo"
+        if torch.cuda.device_count() >= self.size:  # gloo crashes where a DTensor on GPUs is gathered
+            torch.cuda.set_device(self.rank)
+            backend = "cpu:gloo,cuda:nccl"
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{self.store}", rank=self.rank, world_size=self.size
+            backend, init_method=f"file://{self.store}", rank=self.rank, world_size=self.size
         )
 
     @property
