@@ -43,6 +43,13 @@ def test_predictions_lie_within_a_quarter_of_what_was_measured(name, transport, 
     assert abs(predicted_s / measured_s - 1) < 0.25
 
 
+def test_prediction_of_reads_lies_within_a_quarter_of_what_was_measured():
+    rows = json.loads((RESULTS / "2026-11-28-h200-nixl.json").read_text())
+    for row in rows:
+        predicted_s = prediction(row["nbytes"], row["case"]["transport"], ONE_TO_ANOTHER).seconds
+        assert abs(predicted_s / row["seconds"]["back_to_back"]["total_s"]["median"] - 1) < 0.25
+
+
 def parts(nbytes: int, transport: str, topology: str):
     """The parts of a prediction without messages and calls, which other tests look at."""
     quiet = "fixed_s=1e-12,fixed_ranks_s=1e-12,engine_s=1e-12,message_s=1e-12"

@@ -64,7 +64,7 @@ class Topology:
     least_mib: float = 16
     network: float = 50
     read: float = 44
-    notice_s: float = 100e-6
+    notice_s: float = 300e-6
     file_write: float = 20
     file_read: float = 40
     fixed_s: float = 0.0038
