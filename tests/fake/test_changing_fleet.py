@@ -106,10 +106,11 @@ def test_engine_that_joins_serves_the_next_version_as_the_others_do(
         if transport != "checkpoint":  # of which there is one, whose folder is one
             assert asked(sent, 0) == A_PUSH
             assert "init" not in first.heard()
+        sync.push(fill(model, 4))
         with sent_messages() as sent:
-            sync.push(fill(model, 4))
+            sync.push(fill(model, 5))
         assert asked(sent, 0) == asked(sent, 1) == A_PUSH
-    assert all(engine.serves(4) and engine.version() == "3" for engine in (first, second))
+    assert all(engine.serves(5) and engine.version() == "4" for engine in (first, second))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -164,12 +165,13 @@ def test_engine_that_joined_alone_stays_connected_when_the_first_leaves(engines:
 def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
     engines: list[Named], transport: str, kind: type[Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = engines[:2]
+    first, second, third = engines[:3]
     model = trainer_model(checkpoint(2))
     with WeightSync("fsdp", transport, [first], timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         sync.engines.add(second)
         sync.push(fill(model, 3))
+        sync.engines.add(third)
         second.heard()
         fill(model, 4)
         with monkeypatch.context() as patched:
@@ -181,7 +183,7 @@ def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
         assert second.serves(3)
         assert second.heard().endswith("finish None\nmark 2\nresume\n")
         sync.push(fill(model, 5))
-    assert all(engine.serves(5) and engine.version() == "3" for engine in (first, second))
+    assert all(engine.serves(5) and engine.version() == "3" for engine in (first, second, third))
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", NIXL])
@@ -204,10 +206,54 @@ def test_late_engine_catches_up_while_the_others_generate_on(engines: list[Named
         assert first.heard() == ""
         assert all(engine.serves(3) and engine.version() == "2" for engine in (first, second))
         assert sync.catch_up(model) is None
+        assert len(sync.push(fill(model, 4)).workers) == 2
+        assert all(engine.serves(4) and engine.version() == "3" for engine in (first, second))
         with sent_messages() as sent:
-            assert len(sync.push(fill(model, 4)).workers) == 2
+            sync.push(fill(model, 5))
         assert asked(sent, 0) == asked(sent, 1) == A_PUSH
-    assert all(engine.serves(4) and engine.version() == "3" for engine in (first, second))
+    assert all(engine.serves(5) for engine in (first, second))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_model_that_has_moved_reaches_engines_that_joined_alone(
+    engines: list[Named], transport: str, tmp_path: Path
+) -> None:
+    with WeightSync("fsdp", way(transport, tmp_path), engines[:2], timeout_s=TIMEOUT_S) as sync:
+        model = trainer_model(checkpoint(1))
+        sync.push(model)
+        sync.engines.add(engines[2])
+        sync.push(model)
+        sync.engines.remove(engines[0])
+        for seed in (2, 3):
+            moved = trainer_model(checkpoint(seed))
+            sync.push(moved)
+            assert all(engine.serves(seed) for engine in engines[1:3])
+    assert engines[0].serves(1)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", NIXL])
+def test_engines_that_have_joined_alone_are_in_the_chain_from_the_next_push_on(
+    engines: list[Named], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trainer_model(checkpoint(1))
+    with WeightSync("fsdp", transport, engines[:2], timeout_s=TIMEOUT_S) as sync:
+        once = sync.push(model).sent_bytes
+        for engine in engines[2:4]:
+            sync.engines.add(engine)
+            assert sync.catch_up(model) is not None
+        traced = count_traces(monkeypatch)
+        for engine in engines[:4]:
+            engine.heard()
+        assert sync.push(fill(model, 2)).sent_bytes == once
+        assert traced == [], "an engine that has joined traced its loader again"
+        assert [engine.heard().count("pause") for engine in engines[:4]] == [1] * 4
+        assert sync.push(fill(model, 3)).sent_bytes == once
+        sync.engines.add(engines[4])
+        assert sync.push(fill(model, 4)).sent_bytes == 2 * once
+        sync.engines.remove(engines[0])
+        assert sync.push(fill(model, 5)).sent_bytes == once
+    assert engines[0].serves(4)
+    assert all(engine.serves(5) for engine in engines[1:5])
 
 
 def test_nothing_catches_up_with_a_model_that_was_written_since(engines: list[Named]) -> None:

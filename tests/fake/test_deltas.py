@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
+from weightsync.planning import transfer_plan
 from weightsync.transports import encoding
 
 ROWS, WIDTH, LAYERS = 256, 512, 6
@@ -120,15 +121,19 @@ def test_engines_in_a_chain_pass_differences_on():
 
 def rank_of_two(rank: int) -> None:
     with ExitStack() as stack:
-        hosts = [engine_host(), engine_host()] if rank == 0 else []
-        engines = [stack.enter_context(closing(FakeEngine(host))) for host in hosts]
-        trainer = Trainer(engines or None)
+        pairs = [[engine_host(number, 2) for number in range(2)] for _ in range(3)] if rank == 0 else []
+        engines = [stack.enter_context(closing(FakeEngine(*pair))) for pair in pairs]
+        trainer = Trainer(engines[:2] or None)
         fully_shard(trainer.model, mesh=init_device_mesh("cpu", (2,)))
         sent = []
-        for _ in range(3):
+        for number in range(5):
+            if number == 2:
+                if rank == 0:
+                    trainer.sync.engines.add(engines[2])
+                assert trainer.sync.catch_up(trainer.model) is not None
             trainer.step()
             sent.append(trainer.push().sent_bytes)
-            trainer.check(*hosts)
+            trainer.check(*(host for pair in pairs[: 2 + (number >= 2)] for host in pair))
         trainer.sync.close()
         assert max(sent[1:]) < sent[0] / 50
 
@@ -184,23 +189,109 @@ def test_after_a_failed_push_everything_is_sent(host: ModuleHost, engine: FakeEn
     trainer.sync.close()
 
 
-def test_an_engine_that_joins_is_sent_everything_and_the_others_what_has_changed(host: ModuleHost, engine: FakeEngine):
+@pytest.mark.parametrize("verify", ["sampled", "none"])
+def test_an_engine_that_joins_is_sent_everything_once_and_then_what_has_changed(
+    host: ModuleHost, engine: FakeEngine, verify: str
+):
     late = engine_host()
     with closing(FakeEngine(late)) as other:
-        trainer = Trainer([engine])
+        trainer = Trainer([engine], verify=verify)
         trainer.push()
         trainer.step()
         assert trainer.push().sent_bytes < NBYTES / 50
         trainer.sync.engines.add(other)
-        for most_bytes in (1.1 * NBYTES, NBYTES / 25):
+        for most_bytes in (1.1 * NBYTES, NBYTES / 50, NBYTES / 50):
             trainer.step()
             assert trainer.push().sent_bytes < most_bytes
             trainer.check(host, late)
         trainer.sync.engines.remove(engine)
+        for _ in range(2):
+            trainer.step()
+            assert trainer.push().sent_bytes < NBYTES / 50
+            trainer.check(late)
+        trainer.sync.close()
+
+
+def odd_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Return tensors of sizes that leave gaps in a chunk, each chunk with other gaps."""
+    draw = torch.Generator().manual_seed(seed)
+    return {f"layers.{n}": 0.02 * torch.randn(251 + 7 * n, 333, generator=draw) for n in range(LAYERS)}
+
+
+class OddLayers(Layers):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.rank = 0
+        self.layers = nn.ParameterList(tensor.bfloat16() for tensor in odd_weights(0).values())
+
+
+def test_engines_that_catch_up_alone_share_the_bases_of_the_first_and_die_with_them():
+    tensors = {name: tensor.bfloat16() for name, tensor in odd_weights(0).items()}
+    hosts = [ModuleHost(OddLayers, tensors) for _ in range(4)]
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(FakeEngine(host))) for host in hosts]
+        master = odd_weights(1)
+        model = module_of({name: tensor.bfloat16() for name, tensor in master.items()})
+        draw = torch.Generator().manual_seed(3)
+        sync = WeightSync("fsdp", "broadcast", engines[:2], encoding="delta", timeout_s=TIMEOUT_S, max_bytes=500_000)
+
+        def step_and_push() -> int:
+            for name, param in model.named_parameters():
+                master[name] += 3e-7 * torch.randn(master[name].shape, generator=draw)
+                param.data.copy_(master[name])
+            sent_bytes = sync.push(model).sent_bytes
+            for host in hosts[: len(sync.engines.all())]:
+                assert all(map(torch.equal, host.live.parameters(), model.parameters()))
+            return sent_bytes
+
+        whole = step_and_push()
+        assert step_and_push() < whole / 50
+        for engine in engines[2:]:
+            sync.engines.add(engine)
+            report = sync.catch_up(model)
+            assert report is not None
+            assert report.sent_bytes == whole
+        for _ in range(3):
+            assert step_and_push() < whole / 50
+        fail_once_after(engines[2].sessions[0].receiver, 1)
+        with pytest.raises(WeightSyncError, match="no memory left"):
+            sync.push(model)
+        assert step_and_push() >= whole
+        assert step_and_push() < whole / 50
+        sync.close()
+
+
+def test_a_chain_of_more_than_twice_its_length_is_sent_everything_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer_plan, "CHUNKS_PER_HOP", 4)  # so that chunks are not of the least size
+    hosts = [engine_host() for _ in range(5)]
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(FakeEngine(host))) for host in hosts]
+        trainer = Trainer(engines[:2])
+        chunks, sent = [], []
+        for count in range(2, 6):
+            if count > 2:
+                trainer.sync.engines.add(engines[count - 1])
+                assert trainer.sync.catch_up(trainer.model) is not None
+            for _ in range(2):
+                trainer.step()
+                report = trainer.push()
+                trainer.check(*hosts[:count])
+                chunks.append(report.chunks)
+                sent.append(report.sent_bytes >= NBYTES)
+        trainer.sync.close()
+    assert sent == [True, False, False, False, True, False, False, False]
+    assert chunks[0] == chunks[3] < 0.7 * chunks[4] == 0.7 * chunks[7]
+
+
+def test_a_model_that_has_moved_is_sent_in_what_has_changed(host: ModuleHost, engine: FakeEngine):
+    trainer = Trainer(engine)
+    trainer.push()
+    for _ in range(2):
+        trainer.model = module_of({name: param.detach().clone() for name, param in trainer.model.named_parameters()})
         trainer.step()
         assert trainer.push().sent_bytes < NBYTES / 50
-        trainer.check(late)
-        trainer.sync.close()
+        trainer.check(host)
+    trainer.sync.close()
 
 
 def test_a_hundred_pushes_with_losses_in_between_arrive_to_the_bit(host: ModuleHost):

@@ -103,6 +103,13 @@ def step_and_push(host: Host, lr: float, seed: int) -> tuple[int, float, float, 
     return report.sent_bytes, report.total_s, time.process_time() - processor_s, changed
 
 
+def catch_up(host: Host, url: str) -> int:
+    """Give an engine that joins the last version. Return the bytes sent."""
+    trainer = host.kept[0]
+    trainer.sync.engines.add(url)
+    return trainer.sync.catch_up(trainer.model).sent_bytes
+
+
 def served(host: Host) -> dict[str, int]:
     return digests(host.kept[0].engine.hosts[0].live)
 
@@ -138,6 +145,54 @@ def test_a_slow_link_carries_what_has_changed_alone(tmp_path: Path):
             trainer.call(step_and_push, 1e-6, seed)
             assert left(hosts, "A") - before < layers * LAYER_BYTES / 10
             assert engine.call(served) == trainer.call(pushed)
+
+
+def test_an_engine_that_has_caught_up_is_sent_nothing_more_by_the_trainer(tmp_path: Path):
+    layers = 8
+    with Hosts("A", "B", "C", shared=tmp_path) as hosts:
+        engines, trainer = [hosts.python(name) for name in "BC"], hosts.python("A")
+        for engine in engines:
+            engine.call(serve, layers)
+        for name in "ABC":
+            hosts.link(name, rate=RATE)
+        trainer.call(connect, layers, [f"http://B:{PORT}"], "auto")
+        alone = trainer.call(step_and_push, 1e-6, 2)[0]
+        trainer.call(catch_up, f"http://C:{PORT}")
+        for seed in (3, 4):
+            before = left(hosts, "A")
+            assert trainer.call(step_and_push, 1e-6, seed)[0] < 1.3 * alone
+            assert left(hosts, "A") - before < 1.3 * alone + layers * LAYER_BYTES / 100
+            assert [engine.call(served) for engine in engines] == [trainer.call(pushed)] * 2
+
+
+@all_hosts
+@pytest.mark.parametrize("encoding", [None, "auto"])
+def test_seconds_of_a_push_to_a_fleet_that_grows(tmp_path: Path, encoding: str | None):
+    """Print rows of docs/evidence/deltas.md: the push after an engine has caught up, and the median of later ones."""
+    layers, count = 28, 5
+    with Hosts(*"ABCDEF", shared=tmp_path) as hosts:
+        engines, trainer = [hosts.python(name) for name in "BCDEF"], hosts.python("A")
+        urls = [f"http://{name}:{PORT}" for name in "BCDEF"]
+        for engine in engines:
+            engine.call(serve, layers)
+        for name in "ABCDEF":
+            hosts.link(name, rate=RATE)
+        trainer.call(connect, layers, urls[:3], encoding)
+        for size in (3, 4, 5):
+            if size > 3:
+                trainer.call(catch_up, urls[size - 1])
+            rows = []
+            for seed in range(1 + count):
+                before = left(hosts, "A")
+                seconds = trainer.call(step_and_push, 1e-6, 100 * size + seed)[1]
+                rows.append((seconds, (left(hosts, "A") - before) / 1e6))
+            (first_s, first_mb), later = rows[0], [median(row[at] for row in rows[1:]) for at in range(2)]
+            print(
+                f"| {encoding} | {size} | {first_s:.2f} s, {first_mb:.2f} MB | {later[0]:.2f} s, {later[1]:.2f} MB |",
+                flush=True,
+            )
+            held = trainer.call(pushed)
+            assert all(engine.call(served) == held for engine in engines[:size])
 
 
 @all_hosts

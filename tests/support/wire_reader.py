@@ -127,6 +127,7 @@ TRANSPORT_FIELDS: dict[str, dict[str, Form]] = {
         "runs": SLOT_RUNS,
         "senders": array(COUNT),
         "slots": COUNT,
+        "pushes": COUNT,
         "encoders": array(COUNT),
         "origins": array(array(COUNT)),
         "onward": maybe(COUNT),

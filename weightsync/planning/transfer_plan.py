@@ -82,6 +82,7 @@ class TransferPlan(Struct, frozen=True, array_like=True):
         load_paths: The number of the engines' modules for each load path.
         duplicates: Pairs of tensors that share a place in some engine's memory. They must be equal in each push. The
             first of each pair travels only for other engines.
+        hops: The chunks are cut for a chain of so many hops.
     """
 
     manifest: Manifest
@@ -90,6 +91,12 @@ class TransferPlan(Struct, frozen=True, array_like=True):
     workers: int
     load_paths: dict[str, int]
     duplicates: tuple[tuple[str, str], ...] = ()
+    hops: int = 0
+
+    def is_laid_out_as(self, other: TransferPlan) -> bool:
+        """Return whether alike workers find the same bytes at the same places in both plans' chunks."""
+        mine, theirs = ([plan.manifest, plan.chunks, [c.reads for c in plan.chains]] for plan in (self, other))
+        return mine == theirs
 
     @property
     def frozen_chunks(self) -> int:
@@ -277,6 +284,7 @@ def make_chunks(
     max_bytes: int | None,
     together: Mapping[str, str],
     min_chunk_bytes: int = 1,
+    hops: int | None = None,
 ) -> tuple[Chunk, ...]:
     """Cut the tensors into chunks, in the order of the buckets, but with buckets of different ranks in turn.
 
@@ -284,7 +292,7 @@ def make_chunks(
     an eighth of a chunk is cut by rows, so that chunks are full. With `max_bytes` None every bucket is one chunk.
 
     Chunks that workers pass on are smaller, or the last worker would wait long for its first chunk. They are not
-    smaller than `min_chunk_bytes`.
+    smaller than `min_chunk_bytes`. `hops` are those of the longest chain, unless given.
 
     The names in `in_place` are one chunk. `in_place` is empty if there are chains. The names in `frozen` have the last
     chunks to themselves. `together` maps the name of a quantised weight to the name of its scales. The scales travel
@@ -296,7 +304,7 @@ def make_chunks(
     shards: Shards = defaultdict(list)
     for shard in (shard for tensor in tensors.values() for shard in tensor.pieces):
         shards[shard.name, shard.rank].append(shard)
-    hops = max((len(chain.workers) for chain in chains), default=1) - 1
+    hops = longest_way(chains) if hops is None else hops
     if max_bytes is not None and hops:
         whole = _peak(_total(part.held for part in tensors.values()))
         max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), min_chunk_bytes))
@@ -310,6 +318,11 @@ def make_chunks(
         atoms = [atom for bucket in alike for atom in _atoms(bucket, tensors, load, max_bytes, together)]
         chunks += [Chunk(_joined(pieces, shards), frozen=is_frozen) for pieces in _fill(atoms, max_bytes)]
     return tuple(chunks)
+
+
+def longest_way(chains: Sequence[Chain]) -> int:
+    """Return the hops from the first worker of a chain to its last, the most of any chain."""
+    return max((len(chain.workers) for chain in chains), default=1) - 1
 
 
 def slices(box: Box, count: int) -> list[Box]:

@@ -12,7 +12,7 @@ from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import Manifest
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.merge import merge_manifests
-from weightsync.planning.transfer_plan import TransferPlan, make_chunks
+from weightsync.planning.transfer_plan import TransferPlan, longest_way, make_chunks
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
 from weightsync.strategies.base import Options, warn_of_kept
@@ -38,10 +38,12 @@ def compile_plan(
     bucketer: Bucketer,
     options: Options,
     invitations: Sequence[dict[str, Any]] = (),
+    earlier: Sequence[TransferPlan] = (),
 ) -> TransferPlan:
     """Ask the connected engines for their load plans, and compile the transfer plan, on rank 0.
 
     invitations: those of the transport for the workers. The workers meet while they plan.
+    earlier: the plans of the last push. With an encoding, workers keep their bytes if chunks are cut as before.
 
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
     """
@@ -67,11 +69,13 @@ def compile_plan(
     buckets, last = make_buckets(bucketer, travelling, distinct, together, frozen)
     in_place = frozenset(() if chains else travelling.names).difference(*(each.unmapped for each in everyone))
     names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)
-    chunks = make_chunks(
-        travelling, chains, names, last, in_place, locations, max_bytes, dict(together), transport.min_chunk_bytes
-    )
+    hops = longest_way(chains)
+    if transport.encoding is not None:
+        hops = next((plan.hops for plan in earlier if hops <= 2 * plan.hops), max(hops, 1))
+    least = transport.min_chunk_bytes
+    chunks = make_chunks(travelling, chains, names, last, in_place, locations, max_bytes, dict(together), least, hops)
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-    return TransferPlan(travelling, chains, chunks, len(reads), load_paths, duplicates(distinct))
+    return TransferPlan(travelling, chains, chunks, len(reads), load_paths, duplicates(distinct), hops)
 
 
 def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:

@@ -325,7 +325,8 @@ class CopyWeights(FleetStrategy):
         A model has seldom moved. So engines pause while the ranks read it.
         """
         sessions = self._sessions.negotiated
-        if not sessions or self._rolling or self._options.pause not in (None, "keep", CALLER):
+        merges = self._fleet is not None and self._sessions.merges(self._fleet.handles)
+        if not sessions or merges or self._rolling or self._options.pause not in (None, "keep", CALLER):
             return False
         self._choose_version(update, sessions, False)  # an invalid version is refused before an engine pauses
         self._open(update, sessions)
@@ -348,7 +349,7 @@ class CopyWeights(FleetStrategy):
     def _choose(self, holds: bool, late: bool) -> SessionChanges:
         """Return the changes of sessions, on rank 0."""
         if self._fleet is None:
-            return SessionChanges([], None, True)
+            return SessionChanges([], [], True)
         handles = self._fleet.handles
         return self._sessions.choose(
             holds, handles, [one for one in handles if not self._is_served(one)] if late else None
@@ -397,8 +398,9 @@ class CopyWeights(FleetStrategy):
             transport.meet(own[ranks.rank], device, update.deadline())  # in the background, while the workers plan
         made = None
         if is_first and (fleet := self._fleet) is not None:
-            to_workers = invitations[ranks.size :]
-            made = compile_plan(fleet, reading.manifest, everyone, transport, self._bucketer, options, to_workers)
+            offered, to_workers = reading.manifest, invitations[ranks.size :]
+            earlier = [each.plan for each in self._sessions.negotiated] + self._sessions.again
+            made = compile_plan(fleet, offered, everyone, transport, self._bucketer, options, to_workers, earlier)
         packed = PackedPlan.of(made) if made is not None and ranks.size > 1 else None
         told = ranks.broadcast(packed, "plan", PackedPlan)
         plan: TransferPlan = told.read() if made is None else made
@@ -406,6 +408,7 @@ class CopyWeights(FleetStrategy):
             if options.quantize is not None:
                 self._largest.connect(update, any(each.tensor.is_cuda for each in held.values()))
             kernels.result()
+            transport.keeps_runs = self._sessions.keeps(plan)
             session = TransferSession(transport, plan, self._verify, workers, handles)
             session.connect(update, LocalTensors(held, self._gather, model), self._fleet)
         return session

@@ -1,7 +1,8 @@
 """Sessions: the plan and transport of engines that joined together, and the changes when engines come or go.
 
 The engines of the first push have one session. Engines that join later get a session and a transport of their own. So
-the earlier engines need no new negotiation. A push goes over all sessions, one after the other.
+the earlier engines need no new negotiation. A push goes over all sessions, one after the other. Sessions with chains
+become one in the first push after all their engines have the version. Each byte is then sent once again.
 """
 
 from __future__ import annotations
@@ -142,12 +143,12 @@ class SessionChanges(Struct):
     """The changes of sessions in a push, sent by rank 0 to all ranks.
 
     kept: the number of each remaining session, with the workers that it no longer sends to.
-    again: the old session with a transport to reuse, because the same engines connect once more. None: a new transport.
+    again: the dropped sessions of the engines that connect, if all had one. The first one's transport is reused.
     connects: whether engines get new sessions, the last ones.
     """
 
     kept: list[tuple[int, list[int]]]
-    again: int | None
+    again: list[int]
     connects: bool
 
     def affect(self, sessions: Sequence[TransferSession]) -> bool:
@@ -159,6 +160,7 @@ class Sessions:
     """The sessions of a strategy, and the transports behind them.
 
     negotiated: all sessions, the oldest first.
+    again: during a negotiation, the plans of the dropped sessions of its engines, if all had one.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class Sessions:
             )
         self._transport, self._another, self._encoding, self._of_one = transport, another, encoding, of_one
         self.negotiated: list[TransferSession] = []
+        self.again: list[TransferPlan] = []
         self._joining: list[Transport] = []  # the transport of the session under negotiation
 
     def prepare_push(self) -> list[int]:
@@ -195,9 +198,10 @@ class Sessions:
         holds: whether the model's tensors have kept their addresses.
         joining: the engines that get a session. None: every engine without one.
         """
-        kept = []
+        kept: list[tuple[int, list[int]]] = []
         linked: list[EngineHandle] = []
-        for number, session in enumerate(self.negotiated) if holds else ():
+        merges = joining is None and self.merges(handles)
+        for number, session in enumerate(self.negotiated) if holds and not merges else ():
             staying = [one for one in session.handles if one in handles]
             left: list[int] = []
             if len(staying) < len(session.handles):
@@ -212,8 +216,14 @@ class Sessions:
             kept = []
             wanted = [*handles] if joining is None else wanted
         dropped = [number for number in range(len(self.negotiated)) if number not in dict(kept)]
-        again = next((number for number in dropped if set(self.negotiated[number].handles) == set(wanted)), None)
-        return SessionChanges(kept, again, bool(wanted))
+        again = [number for number in dropped if not set(wanted).isdisjoint(self.negotiated[number].handles)]
+        had = {one for number in again for one in self.negotiated[number].handles}
+        return SessionChanges(kept, again if had.issuperset(wanted) else [], bool(wanted))
+
+    def merges(self, handles: Sequence[EngineHandle]) -> bool:
+        """Return whether the sessions of these engines become one in the next push: their workers form chains again."""
+        had = [{*session.handles}.intersection(handles) for session in self.negotiated if session.plan.chains]
+        return not self._of_one and sum(map(bool, had)) > 1 and set().union(*had) == {*handles}
 
     def apply(self, changes: SessionChanges, handles: Sequence[EngineHandle] | None) -> Transport | None:
         """Drop sessions. Return the transport for a new session, or None if there is to be none.
@@ -221,7 +231,8 @@ class Sessions:
         handles: all engines, on rank 0. There, `choose` has dropped the workers that left.
         """
         before = self.negotiated
-        again = None if changes.again is None else before[changes.again].transport
+        again = before[changes.again[0]].transport if changes.again else None
+        self.again = [before[number].plan for number in changes.again]
         for number, left in changes.kept:
             if handles is not None:
                 before[number].handles = [one for one in before[number].handles if one in handles]
@@ -233,6 +244,10 @@ class Sessions:
                 session.transport.release()
         return self.begin(again) if changes.connects else None
 
+    def keeps(self, plan: TransferPlan) -> bool:
+        """Return whether the workers of a new session have the bytes of the last push at their places in `plan`."""
+        return bool(self.again) and all(plan.is_laid_out_as(each) for each in self.again)
+
     def begin(self, again: Transport | None = None) -> Transport:
         """Return the transport for a new session. `again`: one to reuse."""
         transport = again or (self._transport if self._another is None else self._another())
@@ -242,7 +257,7 @@ class Sessions:
 
     def add(self, session: TransferSession) -> None:
         """Keep a new session that is connected."""
-        self.negotiated, self._joining = [*self.negotiated, session], []
+        self.negotiated, self._joining, self.again = [*self.negotiated, session], [], []
 
     def sort(self, seconds: Sequence[float]) -> None:
         """Order the sessions by these seconds, one number for each. Every rank gives the same numbers."""

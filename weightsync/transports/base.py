@@ -129,6 +129,8 @@ class Transport(ABC):
     """The accepted values of `encoding`."""
     encoding: str | None = None
     """The encoding of the bytes on the wire, known before `route`. None: unencoded."""
+    keeps_runs: bool = False
+    """Whether the workers have the bytes of the last push at their places in the next plan, known before `prepare`."""
     sent_bytes: int = 0
     """Bytes sent by this rank's last `send`. Zero if workers read them themselves."""
     newest_version: int = 0

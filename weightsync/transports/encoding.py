@@ -12,7 +12,7 @@ pushes if encoding costs more time than it saves. All runs are, after a push slo
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 
@@ -38,13 +38,14 @@ class Encoder:
     """The runs of one trainer rank's last push, and the choice between a difference and the whole run.
 
     encodes: whether the current push sends messages. Otherwise it sends plain runs.
+    pushes: the number of pushes that have ended.
     """
 
     def __init__(self, measures: bool) -> None:
         """Begin without any sent run. Unless it `measures`, the encoder sends every difference shorter than its run."""
         self.encodes = False
         self._measures = measures
-        self._pushes = 0
+        self.pushes = 0
         self._bases: dict[Hashable, torch.Tensor] = {}
         self._whole_left, self._rest = 1, _FIRST_REST
         self._resting: dict[Hashable, tuple[int, int]] = {}  # by run: pushes left to rest, and the next rest's length
@@ -70,7 +71,7 @@ class Encoder:
             self._resting.pop(key, None)
         if difference is None:
             return _message(_WHOLE, run, 0, None)
-        return _message(_DIFFERENCE, difference, self._pushes, base)
+        return _message(_DIFFERENCE, difference, self.pushes, base)
 
     def keep(self, key: Hashable, run: torch.Tensor, again: bool) -> None:
         """Keep a run after it was sent. `again`: later pushes send the run too."""
@@ -84,7 +85,7 @@ class Encoder:
 
     def end(self) -> None:
         """End a push. The receivers then hold all of its runs."""
-        self._pushes += 1
+        self.pushes += 1
         if not self._measures:
             self._whole_left = 0
             return
@@ -92,7 +93,7 @@ class Encoder:
         if not self.encodes:
             self._bytes_per_s = bytes_per_s
             self._whole_left -= 1
-            if self._pushes == 1 and _SLOW_ANYWAY < bytes_per_s < _PAYS_BELOW:
+            if self.pushes == 1 and _SLOW_ANYWAY < bytes_per_s < _PAYS_BELOW:
                 self._whole_left = 1
             elif self._whole_left == 0 and bytes_per_s > _PAYS_BELOW:
                 self._whole_left = _LONGEST_REST
@@ -102,6 +103,10 @@ class Encoder:
             self._rest = _FIRST_REST
         if self._whole_left > 1:
             self._bases.clear()
+
+    def reconnect(self) -> None:
+        """Go on with workers of several connections. They have equal runs, with digests of unlike samples."""
+        drop_digests(self._bases.values())
 
 
 class ReceiveBuffers:
@@ -122,6 +127,12 @@ class ReceiveBuffers:
         first, end: the bytes of the run in the slot.
         """
         return self._boxes[number % SLOTS][first + position * HEAD_BYTES : end + (position + 1) * HEAD_BYTES]
+
+
+def drop_digests(runs: Iterable[torch.Tensor]) -> None:
+    """Zero the digests of runs. The next push compares all bytes."""
+    for run in runs:
+        run[-DIGEST_BYTES:].zero_()
 
 
 def length(message: torch.Tensor) -> int:

@@ -49,7 +49,7 @@ from weightsync.transports.base import (
     Wait,
 )
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
-from weightsync.transports.encoding import Encoder, ReceiveBuffers, length, read
+from weightsync.transports.encoding import Encoder, ReceiveBuffers, drop_digests, length, read
 from weightsync.transports.members import check_machines, kind_of, meet, route_chains, wait_unless_aborted
 from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes, still_open
 
@@ -82,10 +82,10 @@ class NcclTransport(Transport):
         self._sender: _Sender | None = None
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
-        members, device = [*ranks, *workers], ranks[0].device
+        members, device, before = [*ranks, *workers], ranks[0].device, self._peers
         check_machines(self.name, ranks, workers)
         self._peers = [member.peer for member in members]
-        if self._communicator is not None and self._communicator.size == len(members):
+        if self._communicator is not None and self._peers == before:
             place = self._communicator.place
         else:
             self._rendezvous = kind_of(device).rendezvous_at(host)
@@ -106,13 +106,17 @@ class NcclTransport(Transport):
         device, computes = self._agree(tensors, ranks)
         if self.encoding is not None and device.type != "cpu":
             raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {device}: leave it out")
+        encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
+        if self.keeps_runs and self._sender is not None and self._sender.encoder is not None:
+            encoder = self._sender.encoder
+            encoder.reconnect()
+        self._pushes = 0 if encoder is None else encoder.pushes
         self._sender = None  # free the old slots first
         slots = SLOTS if self.encoding is None else max(len(plan.chunks), 1)
         chains = range(len(plan.chains)) if ranks.rank == 0 else ()
         layouts = [receive_layout(plan, chain, slots) for chain in chains]
         layout = send_layout(plan, ranks.rank, SLOTS)
         communicator = still_open(self._communicator)
-        encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
         self._sender = _Sender(plan, tensors, layout, device, communicator, self._peers, computes, encoder)
         endpoints = [Endpoint() for _ in range(plan.workers)]
         for chain, received in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
@@ -152,6 +156,7 @@ class NcclTransport(Transport):
         fields |= {
             "senders": senders,
             "slots": slots,
+            "pushes": self._pushes,
             "onward": members[position + 1] if position < last else None,
             "before": [self._peers[member] for member in (reversed(members[:position]) if position else senders)],
             "after": [self._peers[member] for member in members[position + 1 :]],
@@ -204,7 +209,7 @@ class _Sender:
         encoder: Encoder | None,
     ) -> None:
         self.device, self._layout, self.communicator = device, layout, communicator
-        self._computes, self._encoder, self._sent_bytes = computes, encoder, 0
+        self._computes, self.encoder, self._sent_bytes = computes, encoder, 0
         self._changing = plan.due(first=False)
         self._slots = [torch.empty(slot_bytes(layout), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self.packer: Packer | None = None
@@ -238,7 +243,7 @@ class _Sender:
             still_open(self.packer)
             update.wait(seconds)
 
-        under_way, encoder = UnderWay(), self._encoder
+        under_way, encoder = UnderWay(), self.encoder
         # A first use of a kernel may synchronise the GPU. The host waits for earlier operations before it.
         first_uses = FIRST_USES if still_open(self.packer).is_loaded and not self._computes else len(chunks)
         waits = 0 if self._has_sent or self.device.type != "cuda" else first_uses
@@ -256,8 +261,10 @@ class _Sender:
                 freed = earlier.wait if self._computes else earlier.follow
                 freed(wait, update.deadline_after_workers(), "transfer")
             under_way.bound(0 if at < waits else _AHEAD, wait, update.deadline_after_workers())
-            still_open(self.packer).fill(number, sample)
             slot = self._slots[number % SLOTS]
+            for section in self._layout[number].values() if encoder is not None else ():
+                section.clear_gaps(slot)  # workers keep gaps too, and another connection had other bytes there
+            still_open(self.packer).fill(number, sample)
             runs = [(slot[each.first : each.end], chain) for chain, each in self._layout[number].items()]
             sends = runs
             if encoder is not None and encoder.encodes:
@@ -296,6 +303,7 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
 
     runs: for each chunk, [sending member, first byte in the slot, end].
     slots: the number of slots. Chunks take them in turn.
+    pushes: the number of pushes behind the runs in the slots, perhaps over other connections. 0: there are none.
     senders: the members that the worker receives from.
     onward: the member that the worker passes everything on to.
     encoders: the ranks that announce at each push whether they encode it. Empty without an encoding.
@@ -307,6 +315,7 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     runs: list[list[tuple[Count, Count, Count]]]
     slot_bytes: Count
     slots: Annotated[int, Meta(ge=1)]
+    pushes: Count
     senders: list[Count]
     encoders: list[Count]
     origins: list[list[Count]]
@@ -324,6 +333,7 @@ class NcclReceiver(TransportReceiver):
         super().__init__(device)
         self._communicator: Communicator | None = None
         self._slots: list[torch.Tensor] = []
+        self._pushes = 0
 
     def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
         self._communicator = meet(self._communicator, invitation, self.device, deadline)
@@ -338,12 +348,18 @@ class NcclReceiver(TransportReceiver):
             raise ProtocolError("some runs of bytes do not name their rank")
         self.waiting_for = [*told.before, *told.after]
         nbytes = [told.slot_bytes] * told.slots
-        if [slot.numel() for slot in self._slots] != nbytes:
+        is_kept = [slot.numel() for slot in self._slots] == nbytes
+        if told.pushes and not (is_kept and self._pushes):
+            raise ProtocolError("this worker has not kept the last push. Push again: the next push sends everything")
+        if not is_kept:
             self._slots = []  # free the old slots first
             self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
         self._mailbox = ReceiveBuffers(told.slot_bytes, len(told.encoders))
         self._encoding: set[int] = set()
-        self._pushes = 0
+        self._pushes = told.pushes
+        if told.pushes:
+            slots = (self._slots[number % told.slots] for number in range(len(told.runs)))
+            drop_digests(slot[:end] for slot, runs in zip(slots, told.runs, strict=True) for _, _, end in runs)
         self._communicator.link(*self._first_exchange(), wait, deadline)
 
     def _first_exchange(self) -> tuple[list[Part], list[Part]]:
