@@ -3,7 +3,7 @@
     python examples/hybrid_grpo.py                          # engines on the trainer's places, a tiny model, on CPUs
     python examples/hybrid_grpo.py --placement split        # engines on places of their own
     python examples/hybrid_grpo.py --sync-every 0           # the control: nothing is pushed, nothing is learnt
-    python examples/hybrid_grpo.py --behind 1               # rollouts one version behind, made while the trainer trains
+    python examples/hybrid_grpo.py --placement split --behind 1     # rollouts one version behind, while workers train
     python examples/hybrid_grpo.py --model-name Qwen/Qwen3-0.6B --lr 1e-6 --group-size 8
 
 The task is that of grpo.py: to count. `main` is the algorithm, and runs in one process. `pools_of` is the placement.
@@ -33,7 +33,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from weightsync.hybrid import Dispatch, ResourcePool, RolloutGroup, Worker, WorkerGroup, register, union
+from weightsync.hybrid import Dispatch, ResourcePool, RolloutGroup, Rollouts, Worker, WorkerGroup, register, union
+from weightsync.vllm.rollout import AsyncRolloutEngine, RolloutEngine
 
 # --- Computation: what runs on the workers
 
@@ -108,7 +109,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         vocabulary = AutoConfig.from_pretrained(name).vocab_size
         pools = pools_of(options.placement, options.workers, options.engines)
         actor = WorkerGroup(pools["train"], Policy, name, options.lr, options.clip)
-        engine = RolloutGroup(pools["rollout"], model=name, tensor_parallel_size=options.tp, **engine_options(options))
+        kind = AsyncRolloutEngine if options.behind else RolloutEngine  # a push interrupts the first
+        more = {"tensor_parallel_size": options.tp, "actor": kind, **engine_options(options)}
+        engine = RolloutGroup(pools["rollout"], model=name, **more)
         with actor, engine:
             found = train(options, actor, engine, vocabulary)
         for pool in set(pools.values()):
@@ -124,16 +127,10 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
     found: list[float] = []
     with engine.follow(actor, progress=False) as sync:
         print(f"pushes go over {sync.transport}: {sync.reason}", flush=True)
-        waiting = [engine.generate.remote(prompts_of(0, vocabulary, options), **sampling)] if options.behind else []
-        for step in range(options.training_steps):
-            started = time.perf_counter()
-            next_prompts = prompts_of(step + options.behind, vocabulary, options)
-            if options.behind:
-                batch = waiting.pop().result()
-                waiting.append(engine.generate.remote(next_prompts, **sampling))
-            else:
-                batch = engine.generate(next_prompts, **sampling)
-                sync.sleep()  # where the workers need the engines' memory
+        prompts = (prompts_of(step, vocabulary, options) for step in range(options.training_steps))
+        started = time.perf_counter()
+        for step, batch in enumerate(Rollouts(engine, prompts, behind=options.behind, **sampling)):
+            sync.sleep()  # where the workers need the engines' memory
             batch = union(batch, rewards(batch, vocabulary))
             batch = union(batch, advantages(batch, options.group_size))
             losses = actor.update(batch)
@@ -142,7 +139,7 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
                 pushed = f"  push {sync.push().total_s * 1e3:.0f} ms"
             found.append(batch["rewards"].mean().item())
             bar = "#" * round(40 * found[-1])
-            took = time.perf_counter() - started
+            took, started = time.perf_counter() - started, time.perf_counter()
             print(
                 f"step {step:3}  reward {found[-1]:.3f} {bar:40}  loss {losses[0]:+.3f}  {took:.2f} s{pushed}",
                 flush=True,
@@ -188,7 +185,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="ranks of the trainer")
     parser.add_argument("--engines", type=int, default=1, help="places of engines, where they have their own")
     parser.add_argument("--tp", type=int, default=1, help="places of one engine")
-    parser.add_argument("--behind", type=int, choices=(0, 1), default=0, help="how many versions rollouts are behind")
+    parser.add_argument("--behind", type=int, default=0, help="how many versions rollouts may be behind")
     parser.add_argument("--training-steps", type=int, default=45)
     parser.add_argument("--prompts", type=int, default=16, help="in each step")
     parser.add_argument("--group-size", type=int, default=16, help="answers to each prompt")

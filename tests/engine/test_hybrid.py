@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import ray_workers
 import tiny_models
 import torch
 from engines import NOT_COMPILED, PROMPTS
-from hybrid_trainers import AsyncRollout, Fsdp, Megatron
+from hybrid_trainers import Fsdp, Megatron
 from tensordict import TensorDict
 
 from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup
+from weightsync.vllm.rollout import AsyncRolloutEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 MODEL = "qwen3"
@@ -70,7 +73,7 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
     with (
         WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as first,
         RolloutGroup(shared, model=str(checkpoints["A"]), tensor_parallel_size=2, **ENGINE) as colocated,
-        RolloutGroup(apart, model=str(checkpoints["B"]), actor=AsyncRollout, **ENGINE) as split,
+        RolloutGroup(apart, model=str(checkpoints["B"]), actor=AsyncRolloutEngine, **ENGINE) as split,
     ):
         cold = {colocated: answers(colocated), split: answers(split)}
         first.close()
@@ -87,6 +90,40 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
                             assert answers(engine) == cold[engine]
     shared.close()
     apart.close()
+
+
+def test_a_push_interrupts_rollouts_and_they_go_on(cluster: None, checkpoints: dict[str, Path]):
+    """An engine that was pushed to in the middle of its requests answers the next ones as a cold one."""
+    train, rollout = ResourcePool([1]), ResourcePool([1])
+    options = {"actor": AsyncRolloutEngine, **ENGINE}
+    with RolloutGroup(rollout, model=str(checkpoints["B"]), **options) as engine:
+        cold = answers(engine)
+    with (
+        WorkerGroup(train, Fsdp, MODEL, "A", timeout_s=300.0) as trainer,
+        RolloutGroup(rollout, model=str(checkpoints["A"]), **options) as engine,
+        engine.follow(trainer) as sync,
+    ):
+        sync.push()
+        prompts = TensorDict({"prompts": torch.tensor([PROMPTS[0]] * 4)}, [4])
+        long = partial(engine.generate.remote, prompts, max_tokens=200, temperature=0, ignore_eos=True)
+        begun = time.monotonic()
+        old = long().result()
+        interrupted = long()
+        time.sleep((time.monotonic() - begun) / 3)
+        trainer.change("B")
+        assert sync.push().version == 2
+        assert interrupted.pending.late() == ("generate", engine.names)
+        mixed, new = interrupted.result(), long().result()
+        assert (mixed["version"].unique().tolist(), new["version"].unique().tolist()) == ([1], [2])
+        several = engine.generate(prompts, n=3, max_tokens=4, seed=7)
+        assert several["answer_mask"].sum(1).tolist() == [4] * 12
+        differs = (mixed["answers"] != old["answers"])[0]
+        assert differs.any()
+        assert not differs[0]
+        assert not torch.equal(mixed["answers"], new["answers"])
+        assert answers(engine) == cold
+    train.close()
+    rollout.close()
 
 
 def test_verls_protocols_reach_the_stages_of_a_megatron_model(cluster: None, tmp_path: Path):

@@ -15,12 +15,21 @@ import ray
 import ray_workers
 import torch
 from fake_engine import checkpoint, cold
-from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, prompts_of
+from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, Versioned, prompts_of
 from tensordict import TensorDict
 
 from weightsync import SingleCopyTransport
 from weightsync.errors import ConfigError, EngineError, ManifestError, PeerError, PlacementError, SyncTimeoutError
-from weightsync.hybrid import ResourcePool, RolloutGroup, Worker, WorkerError, WorkerGroup, column, worker_group
+from weightsync.hybrid import (
+    ResourcePool,
+    RolloutGroup,
+    Rollouts,
+    Worker,
+    WorkerError,
+    WorkerGroup,
+    column,
+    worker_group,
+)
 from weightsync.hybrid.batch import unpack
 
 pytestmark = [pytest.mark.forks, pytest.mark.filterwarnings("ignore")]
@@ -333,6 +342,8 @@ def test_engines_on_some_of_the_workers_gpus_take_turns_with_them(cluster: None)
             assert ray.get(engine.actors[0].gpus_and_sleep_mode.remote()) == ("0", True)
             sync.sleep()
             assert engine.is_asleep
+            with pytest.raises(ConfigError, match="workers share the engines' GPUs"):
+                Rollouts(engine, [], behind=1)
     train.close()
 
 
@@ -542,6 +553,77 @@ def test_without_drop_a_dead_engine_stays_until_it_is_removed(
                 others.add()
         assert others.names == before
         assert len(others.add()) == 1
+
+
+@pytest.fixture(scope="module")
+def versioned(cluster: None) -> Iterator[RolloutGroup]:
+    pool = ResourcePool([2], gpus=0, cpus=0.02)
+    with RolloutGroup(pool, model="none", actor=Versioned, timeout_s=120.0) as group:
+        yield group
+    pool.close()
+
+
+def numbered(count: int) -> Iterator[TensorDict]:
+    """Yield batches of three prompts, each with its number."""
+    for number in range(count):
+        yield TensorDict({"prompts": torch.full((3, 2), number), "number": torch.full((3,), number)}, [3])
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_rollouts_are_as_many_versions_behind_as_they_may_be(actor: WorkerGroup, versioned: RolloutGroup, behind: int):
+    with versioned.follow(actor) as sync:
+        first = sync.push().version
+        rollouts = Rollouts(versioned, numbered(6), behind=behind)
+        for number, batch in enumerate(rollouts):
+            assert batch["number"].tolist() == [number] * 3
+            assert batch["version"].tolist() == [max(first, versioned.version - behind)] * 3
+            assert batch["answers"].flatten().tolist() == batch["version"].tolist()
+            sync.push()
+        assert (rollouts.taken, rollouts.asked_again) == (6, 0)
+        assert next(rollouts, None) is None
+
+
+def test_rollouts_that_are_too_old_are_asked_again(actor: WorkerGroup, versioned: RolloutGroup):
+    with versioned.follow(actor) as sync:
+        sync.push()
+        rollouts = Rollouts(versioned, numbered(4), behind=1)
+        for number, batch in enumerate(rollouts):
+            assert batch["number"].tolist() == [number] * 3
+            assert batch["answers"].flatten().tolist() == [versioned.version] * 3
+            sync.push()
+            sync.push(versioned.version + 100)  # one push, whatever its number
+        assert rollouts.asked_again == 3
+        for wrong in (-1, -5):
+            with pytest.raises(ConfigError, match="expected 0 or more pushes"):
+                Rollouts(versioned, [], behind=wrong)
+
+
+def test_engines_answer_while_workers_train(actor: WorkerGroup, versioned: RolloutGroup, tmp_path: Path):
+    rollouts = Rollouts(versioned, numbered(3), behind=2)
+    assert next(rollouts)["number"].tolist() == [0] * 3
+    training = actor.fail.remote("none", -1, tmp_path / "end")
+    answered = 0
+    while answered < 6:  # the two batches in flight
+        answered += sum(prompts_per_engine(versioned))
+        time.sleep(0.05)
+    assert training.pending.late()[1]
+    (tmp_path / "end").touch()
+    training.result()
+    assert [batch["number"][0].item() for batch in rollouts] == [1, 2]
+
+
+def test_an_error_costs_no_rollouts(actor: WorkerGroup, versioned: RolloutGroup):
+    rollouts = Rollouts(versioned, numbered(5), behind=1)
+    found = [next(rollouts)]
+    dead = versioned.names[0]
+    kill(versioned.actors[0])
+    for _ in range(2):
+        with pytest.raises(PeerError, match=f"{dead} died before it answered generate"):
+            found += (next(rollouts) for _ in range(3))  # the batch in flight may be answered already
+    versioned.remove(dead)
+    found += rollouts
+    assert [batch["number"][0].item() for batch in found] == [0, 1, 2, 3, 4]
+    versioned.add()
 
 
 def test_transports_that_a_group_cannot_use_are_refused(actor: WorkerGroup, engine: RolloutGroup):

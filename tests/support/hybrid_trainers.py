@@ -1,12 +1,8 @@
-"""Workers that hold a trainer's model, and a user's own engine, for tests of `weightsync.hybrid` with real engines."""
+"""Workers that hold a trainer's model, for tests of `weightsync.hybrid` with real engines."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import uuid
 from pathlib import Path
-from typing import Any
 
 import megatron_models
 import tiny_models
@@ -59,27 +55,3 @@ class Megatron(Worker):
     def generate(self, batch: TensorDict) -> TensorDict:
         """Return of each row the rank that it went to."""
         return TensorDict({"rank": torch.full(batch.batch_size, self.rank)}, batch.batch_size)
-
-
-class AsyncRollout:
-    """An actor around vLLM's `AsyncLLM`, as a user writes one."""
-
-    async def __init__(self, devices: str, options: dict[str, Any]) -> None:
-        if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
-        import vllm
-
-        self._sampling = vllm.SamplingParams
-        self.engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
-
-    async def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[Any]:
-        return await asyncio.gather(*(self._answers(prompt, sampling) for prompt in prompts))
-
-    async def _answers(self, prompt: list[int], sampling: dict[str, Any]) -> list[Any]:
-        params = self._sampling(**{"logprobs": 0, "detokenize": False, **sampling})
-        async for output in self.engine.generate({"prompt_token_ids": prompt}, params, str(uuid.uuid4())):
-            last = output
-        return [
-            (list(each.token_ids), [at[token].logprob for token, at in zip(each.token_ids, each.logprobs, strict=True)])
-            for each in last.outputs
-        ]

@@ -196,6 +196,14 @@ class StandIn:
         return self.llm.host.live.state()
 
 
+class Versioned(StandIn):
+    """An engine that answers with the version that it serves, 0 before any push."""
+
+    def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
+        version = 0 if self.llm.version == "default" else int(self.llm.version)
+        return [[([version], [-0.5])] for _ in super().generate(prompts, {"n": 1, **sampling})]
+
+
 def prompts_of(count: int) -> TensorDict:
     """Return prompts of up to four tokens."""
     ids = torch.arange(count)[:, None] + torch.arange(4)

@@ -64,7 +64,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     ),
     "weightsync.integrations.verl_worker": ("WorkerExtension",),
     "weightsync.vllm.extension": ("WeightSyncWorkerExtension",),
-    "weightsync.vllm.rollout": ("RolloutEngine",),
+    "weightsync.vllm.rollout": ("AsyncRolloutEngine", "RolloutEngine"),
 }
 """The public names of each public module. None given: the module's `__all__`."""
 

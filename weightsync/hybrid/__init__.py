@@ -16,6 +16,7 @@ try:
     from weightsync.hybrid.pending import CallFuture, WorkerError
     from weightsync.hybrid.pool import ResourcePool
     from weightsync.hybrid.rollout_group import RolloutGroup
+    from weightsync.hybrid.rollouts import Rollouts
     from weightsync.hybrid.worker import Worker
     from weightsync.hybrid.worker_group import WorkerGroup
 except ModuleNotFoundError as error:
@@ -32,6 +33,7 @@ __all__ = [
     "Place",
     "ResourcePool",
     "RolloutGroup",
+    "Rollouts",
     "Worker",
     "WorkerError",
     "WorkerGroup",

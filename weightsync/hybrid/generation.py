@@ -26,12 +26,12 @@ class Share(NamedTuple):
 
 
 class Generation:
-    """Answers of engines in progress. The prompts of an engine that leaves the group are asked again.
+    """Answers of engines in progress. If an engine leaves the group, its prompts are asked again.
 
     Args:
         count: The number of prompts.
         begin: Asks the prompts of these numbers.
-        leave_out: Ends the dead engine that an error names, or raises the error.
+        leave_out: Ends the dead engine of an error, or raises the error.
         timeout_s: The timeout of each wait.
 
     Attributes:
@@ -89,11 +89,12 @@ def prompts_of(batch: TensorDict) -> list[list[int]]:
     return [row[keep.bool()].tolist() for row, keep in zip(ids, batch["prompt_mask"].unbind(), strict=True)]
 
 
-def batch_of(packed: Any, numbers: list[list[int]], results: list[list[list[Answer]]]) -> TensorDict:
+def batch_of(packed: Any, version: int, numbers: list[list[int]], results: list[list[list[Answer]]]) -> TensorDict:
     """Return the rows of the prompts with the columns of the answers. A row is repeated for each of its answers.
 
     Args:
         packed: The prompts as they travel.
+        version: The value of the column "version".
         numbers: The numbers of each engine's prompts.
         results: Each engine's answers to its prompts.
     """
@@ -110,5 +111,6 @@ def batch_of(packed: Any, numbers: list[list[int]], results: list[list[list[Answ
         ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         mask[row, : len(tokens)] = True
         logprobs[row, : len(tokens)] = torch.tensor(sampled)
-    found = {"answers": ids, "answer_mask": mask, "sampled_logprobs": logprobs}
+    versions = torch.full((len(flat),), version)
+    found = {"answers": ids, "answer_mask": mask, "sampled_logprobs": logprobs, "version": versions}
     return union(repeated, TensorDict(found, [len(flat)]))

@@ -63,6 +63,10 @@ class RolloutGroup:
 
     Calls raise the same errors as calls of a `WorkerGroup`.
 
+    Attributes:
+        version: The version of the last push, 0 before the first one.
+        pushes: The number of successful pushes.
+
     Args:
         pool: The places of the engines' workers.
         model: The model, as for vLLM's `LLM`.
@@ -95,7 +99,7 @@ class RolloutGroup:
         self._engines: list[GroupEngine] = []
         self._count = 0
         self._sync: GroupSync | None = None
-        self._was_pushed = False
+        self.version = self.pushes = 0
         self._options = {
             "model": model,
             "tensor_parallel_size": tensor_parallel_size,
@@ -183,11 +187,10 @@ class RolloutGroup:
         return [one.name for one in started]
 
     def remove(self, name: str) -> None:
-        """End the engine of this name, and free its place.
+        """End the engine of this name, and free its place. Other engines answer its prompts.
 
         `add` can use the place again. If the group has no other engine on the pool, another group can claim the pool.
-        Take the answers to the engine's prompts first. Raises `ConfigError` for an unknown name, and for the only
-        engine.
+        Raises `ConfigError` for an unknown name, and for the only engine.
         """
         engine = next((one for one in self._engines if one.name == name), None)
         if engine is None:
@@ -203,8 +206,9 @@ class RolloutGroup:
     def generate(self) -> Method:
         """The engines' answers to a batch of prompts: `generate(prompts, **sampling)`.
 
-        Each row of `prompts` comes `n` times in a row, with the new columns "answers", padded with 0, "answer_mask" and
-        "sampled_logprobs". All engines get about as many tokens of prompts.
+        Each row of `prompts` comes `n` times in a row, with the new columns "answers", padded with 0, "answer_mask",
+        "sampled_logprobs" and "version". The version is that of the begin of the call. If a push interrupts an
+        `AsyncLLM`, the next tokens are of a later version. All engines get about as many tokens of prompts.
 
         prompts: the column "prompts" has token ids, padded or nested. For padded ones "prompt_mask" is true for real
             tokens.
@@ -234,6 +238,11 @@ class RolloutGroup:
         for one in self._call("wake_up", {one: one.actor.wake_up.remote(tags) for one, tags in due.items() if tags}):
             one.asleep -= {*due[one]}
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether workers use the GPUs of engines."""
+        return any(pool.gpus and pool.is_shared for pool in self._pools)
+
     def shares_gpus(self, pool: ResourcePool) -> bool:
         """Return whether engines are on the GPUs of a pool."""
         return pool.gpus > 0 and any(pool.overlaps(one) for one in self._pools)
@@ -246,9 +255,10 @@ class RolloutGroup:
         """Return the actors for the next push, by name. Lost ones are among them: they may answer again."""
         return {one.name: one.actor for one in self._engines if WEIGHTS not in one.asleep}
 
-    def was_pushed(self, left_out: Collection[str]) -> None:
+    def was_pushed(self, version: int, left_out: Collection[str]) -> None:
         """Note that all engines serve a new version, without the engines left out by the push."""
-        self._was_pushed = True
+        self.version = version
+        self.pushes += 1
         for one in list(self._engines):
             if one.name not in left_out:
                 one.state = EngineState.SERVING
@@ -284,7 +294,7 @@ class RolloutGroup:
             )
         cls = ray.remote(self._class or _engine_class())
         devices = self._devices(pool, free) if pool.gpus else {}
-        state = EngineState.NEW if self._was_pushed else EngineState.SERVING
+        state = EngineState.NEW if self.pushes else EngineState.SERVING
         started = []
         for place in free:
             own = ",".join(devices[at] for at in range(place, place + self._size) if at in devices)
@@ -326,7 +336,7 @@ class RolloutGroup:
             raise ConfigError("a batch without rows has no prompts to answer")
         ids = prompts_of(batch)
         asked = Generation(len(ids), partial(self._ask, ids, sampling), self._leave_out, self._timeout_s)
-        return CallFuture(asked, partial(batch_of, pack(batch), asked.numbers))
+        return CallFuture(asked, partial(batch_of, pack(batch), self.version, asked.numbers))
 
     def _ask(self, prompts: list[list[int]], sampling: dict[str, Any], numbers: list[int]) -> list[Share]:
         """Share the prompts of these numbers out over the serving engines."""
@@ -357,14 +367,18 @@ class RolloutGroup:
                 del left[dead]
 
     def _leave_out(self, error: PeerError) -> None:
-        """End the dead engine that an error names, if the group goes on without it. Else raise the error."""
+        """End the dead engine of an error, if the group goes on without it. Else raise the error.
+
+        Do nothing for an engine of an earlier `remove`.
+        """
         dead = next((one for one in self._engines if one.name == error.who), None)
+        if dead is None:
+            return
         others = any(one is not dead and one.state is EngineState.SERVING for one in self._engines)
         if not others or self._sync is None or not self._sync.drops:
             raise error
-        logger.warning("the group continues without %s: %s", error.who, error)
-        if dead is not None:
-            self._end(dead)
+        logger.warning("the group continues without %s: %s", dead.name, error)
+        self._end(dead)
 
 
 def places_of_engines(processes: Sequence[int], tensor_parallel_size: int) -> list[int]:

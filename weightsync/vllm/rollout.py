@@ -1,14 +1,18 @@
-"""The Ray actor of one engine of a `weightsync.hybrid.RolloutGroup`."""
+"""The Ray actors of one engine of a `weightsync.hybrid.RolloutGroup`."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+Answer = tuple[list[int], list[float]]
+
 
 class RolloutEngine:
-    """An `LLM` with the methods for a rollout group.
+    """An `LLM` with the methods for a rollout group. A push waits for the answers to all prompts.
 
     Args:
         devices: The engine's GPUs, as in CUDA_VISIBLE_DEVICES. Empty: as the process sees them.
@@ -24,11 +28,9 @@ class RolloutEngine:
         self._sampling = vllm.SamplingParams
         self.llm = vllm.LLM(**options)
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling: dict[str, Any]
-    ) -> list[list[tuple[list[int], list[float]]]]:
+    def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[list[Answer]]:
         """Return the answers to each prompt: token ids, and the log-probability of each sampled token."""
-        params = self._sampling(**{"logprobs": 0, "detokenize": False, **sampling})
+        params = self._sampling(**_with_logprobs(sampling))
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [[_answer(completion) for completion in output.outputs] for output in outputs]
 
@@ -41,7 +43,47 @@ class RolloutEngine:
         self.llm.wake_up(tags)
 
 
-def _answer(completion: Any) -> tuple[list[int], list[float]]:
+class AsyncRolloutEngine:
+    """An `AsyncLLM` with the methods for a rollout group. A push pauses its requests, and they go on after the push.
+
+    The arguments are those of `RolloutEngine`.
+    """
+
+    # `AsyncLLM` needs a running event loop. Ray awaits this function in the actor's.
+    async def __init__(self, devices: str, options: dict[str, Any]) -> None:  # type: ignore[misc]
+        if devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        import vllm
+
+        self._sampling = vllm.SamplingParams
+        self._final_only = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        self.llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
+
+    async def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[list[Answer]]:
+        """Return the answers as `RolloutEngine.generate` does."""
+        return await asyncio.gather(*(self._answers(prompt, sampling) for prompt in prompts))
+
+    async def sleep(self, level: int) -> None:
+        """Put the engine to sleep, as `AsyncLLM.sleep` does."""
+        await self.llm.sleep(level)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        """Wake what these tags name, as `AsyncLLM.wake_up` does."""
+        await self.llm.wake_up(tags)
+
+    async def _answers(self, prompt: list[int], sampling: dict[str, Any]) -> list[Answer]:
+        # Cumulative outputs, vLLM's default, have some of the `n` completions each.
+        params = self._sampling(**_with_logprobs(sampling), output_kind=self._final_only)
+        async for output in self.llm.generate({"prompt_token_ids": prompt}, params, str(uuid.uuid4())):
+            last = output
+        return [_answer(completion) for completion in last.outputs]
+
+
+def _with_logprobs(sampling: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": 0, "detokenize": False, **sampling}
+
+
+def _answer(completion: Any) -> Answer:
     tokens = list(completion.token_ids)
     sampled = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
     return tokens, sampled
