@@ -4,6 +4,7 @@
     python examples/hybrid_grpo.py --placement split        # engines on places of their own
     python examples/hybrid_grpo.py --sync-every 0           # the control: nothing is pushed, nothing is learnt
     python examples/hybrid_grpo.py --placement split --behind 1     # rollouts one version behind, while workers train
+    python examples/hybrid_grpo.py --checkpoint DIR         # saved each ten steps; started again, it goes on from there
     python examples/hybrid_grpo.py --model-name Qwen/Qwen3-0.6B --lr 1e-6 --group-size 8
 
 The task is that of grpo.py: to count. `main` is the algorithm, and runs in one process. `pools_of` is the placement.
@@ -28,13 +29,29 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 import torch
+import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from weightsync.hybrid import Dispatch, ResourcePool, RolloutGroup, Rollouts, Worker, WorkerGroup, register, union
+from weightsync.hybrid import (
+    Dispatch,
+    GroupSync,
+    ResourcePool,
+    RolloutGroup,
+    Rollouts,
+    Worker,
+    WorkerGroup,
+    newest_job,
+    register,
+    save_job,
+    union,
+)
 from weightsync.vllm.rollout import AsyncRolloutEngine, RolloutEngine
+
+SAVE_EVERY = 10
 
 # --- Computation: what runs on the workers
 
@@ -65,6 +82,18 @@ class Policy(Worker):
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return loss.item()
+
+    def save_state(self, folder: Path) -> None:
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load_state(self, folder: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
 
 def answer_logprobs(model: nn.Module, batch: TensorDict) -> torch.Tensor:
@@ -127,9 +156,10 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
     found: list[float] = []
     with engine.follow(actor, progress=False) as sync:
         print(f"pushes go over {sync.transport}: {sync.reason}", flush=True)
-        prompts = (prompts_of(step, vocabulary, options) for step in range(options.training_steps))
+        first = resume(options.checkpoint, actor, sync)
+        prompts = (prompts_of(step, vocabulary, options) for step in range(first, options.training_steps))
         started = time.perf_counter()
-        for step, batch in enumerate(Rollouts(engine, prompts, behind=options.behind, **sampling)):
+        for step, batch in enumerate(Rollouts(engine, prompts, behind=options.behind, **sampling), first):
             sync.sleep()  # where the workers need the engines' memory
             batch = union(batch, rewards(batch, vocabulary))
             batch = union(batch, advantages(batch, options.group_size))
@@ -137,6 +167,8 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
             pushed = ""
             if options.sync_every and (step + 1) % options.sync_every == 0:
                 pushed = f"  push {sync.push().total_s * 1e3:.0f} ms"
+            if options.checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
+                save_job(options.checkpoint, {"taken": step + 1, "version": engine.version}, actor)
             found.append(batch["rewards"].mean().item())
             bar = "#" * round(40 * found[-1])
             took, started = time.perf_counter() - started, time.perf_counter()
@@ -145,6 +177,17 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
                 flush=True,
             )
     return found
+
+
+def resume(folder: Path | None, actor: WorkerGroup, sync: GroupSync) -> int:
+    """Load the newest checkpoint, and push its version. Return the step to go on with."""
+    saved = None if folder is None else newest_job(folder)
+    if saved is None:
+        return 0
+    saved.load(actor)
+    if saved.state["version"]:
+        sync.push(saved.state["version"])
+    return int(saved.state["taken"])
 
 
 def prompts_of(step: int, vocabulary: int, options: argparse.Namespace) -> TensorDict:
@@ -195,6 +238,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.2, help="how far the ratio may be from 1")
     parser.add_argument("--sync-every", type=int, default=1, help="steps between pushes; 0: never")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="a folder for checkpoints of the job")
     parser.add_argument("--output", type=Path, help="a file for the mean reward of each step, as JSON")
     return parser.parse_args(arguments)
 

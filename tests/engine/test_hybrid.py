@@ -18,11 +18,12 @@ from engines import NOT_COMPILED, PROMPTS
 from hybrid_trainers import Fsdp, Megatron
 from tensordict import TensorDict
 
-from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup
+from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup, save_job
 from weightsync.vllm.rollout import AsyncRolloutEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 MODEL = "qwen3"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -39,7 +40,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         support = Path(__file__).parents[1] / "support"
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support.parents[1]))))
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (support, support.parents[1], EXAMPLES))))
         for name, value in NOT_COMPILED.items():
             patch.setenv(name, value)
         patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
@@ -122,6 +123,41 @@ def test_a_push_interrupts_rollouts_and_they_go_on(cluster: None, checkpoints: d
         assert not differs[0]
         assert not torch.equal(mixed["answers"], new["answers"])
         assert answers(engine) == cold
+    train.close()
+    rollout.close()
+
+
+def test_a_job_goes_on_from_its_checkpoint(
+    cluster: None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The step after a checkpoint gives engines the same weights, whether the job has ended meanwhile or not."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from hybrid_grpo import Policy, resume
+
+    draw = torch.Generator().manual_seed(0)
+    columns = {each: torch.randint(251, (4, 4), generator=draw) for each in ("prompts", "answers")}
+    more = {"answer_mask": torch.ones(4, 4), "advantages": torch.tensor([1.0, -1.0, 2.0, -2.0])}
+    batch = TensorDict({**columns, **more, "sampled_logprobs": torch.full((4, 4), -5.0)}, [4])
+    name = str(checkpoints["A"])
+    train, rollout = ResourcePool([2], cpus=0.5), ResourcePool([1])
+    found = []
+    for job in range(2):
+        with (
+            WorkerGroup(train, Policy, name, 1e-2, 0.2, timeout_s=300.0) as trainer,
+            RolloutGroup(rollout, model=name, **ENGINE) as engine,
+            engine.follow(trainer) as sync,
+        ):
+            assert resume(tmp_path, trainer, sync) == job
+            if job == 0:
+                trainer.update(batch)
+                sync.push(5)
+                save_job(tmp_path, {"taken": 1, "version": engine.version}, trainer)
+            saved = answers(engine)
+            trainer.update(batch)
+            assert sync.push().version == 6
+            found.append((saved, answers(engine)))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
     train.close()
     rollout.close()
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import ray
 import ray_workers
 import torch
 from fake_engine import checkpoint, cold
-from hybrid_workers import FailingRole, Neighbour, Policy, StandIn, Versioned, prompts_of
+from hybrid_workers import Adam, FailingRole, Neighbour, Policy, StandIn, Versioned, prompts_of
 from tensordict import TensorDict
 
 from weightsync import SingleCopyTransport
@@ -24,10 +25,13 @@ from weightsync.hybrid import (
     ResourcePool,
     RolloutGroup,
     Rollouts,
+    SavedJob,
     Worker,
     WorkerError,
     WorkerGroup,
     column,
+    newest_job,
+    save_job,
     worker_group,
 )
 from weightsync.hybrid.batch import unpack
@@ -624,6 +628,73 @@ def test_an_error_costs_no_rollouts(actor: WorkerGroup, versioned: RolloutGroup)
     found += rollouts
     assert [batch["number"][0].item() for batch in found] == [0, 1, 2, 3, 4]
     versioned.add()
+
+
+def job(folder: Path, steps: int, ends: bool = False) -> dict[int, Any]:
+    """Train until this step, from the newest checkpoint on. Return the weights and rows by the step's number."""
+    train, rollout = (ResourcePool([count], gpus=0, cpus=0.01) for count in (2, 1))
+    found = {}
+    try:
+        with (
+            WorkerGroup(train, Adam, timeout_s=120.0) as trainer,
+            RolloutGroup(rollout, model="none", actor=Versioned, timeout_s=120.0) as engine,
+            engine.follow(trainer) as sync,
+        ):
+            saved = newest_job(folder)
+            taken = 0
+            if saved is not None:
+                saved.load(trainer)
+                taken = saved.state["taken"]
+                sync.push(saved.state["version"])
+            else:
+                sync.push()
+            rollouts = Rollouts(engine, islice(numbered(steps), taken, None), behind=0)
+            for step, batch in enumerate(rollouts, taken):
+                trainer.update(batch)
+                sync.push()
+                rows = [batch[name].tolist() for name in ("number", "version", "answers")]
+                found[step] = trainer.weights(), rows, ray.get(engine.actors[0].state.remote())
+                if ends and step == 3:
+                    (folder / "die").touch()
+                if step % 2:
+                    save_job(folder, {"taken": taken + rollouts.taken, "version": engine.version}, trainer)
+    finally:
+        train.close()
+        rollout.close()
+    return found
+
+
+def test_a_job_that_died_while_it_saved_goes_on_as_if_it_had_not(cluster: None, tmp_path: Path):
+    whole = job(tmp_path / "whole", 6)
+    folder = tmp_path / "resumed"
+    with pytest.raises(PeerError, match=r"Adam rank 1 on [\d.]+ died before it answered Adam\.save_state"):
+        job(folder, 6, ends=True)
+    assert sorted(each.name for each in folder.iterdir()) == ["00000001", "00000002.partial", "die"]
+    (folder / "die").unlink()
+    resumed = job(folder, 6)
+    assert [*resumed] == [2, 3, 4, 5]
+    for step in resumed:
+        assert whole[step][1] == resumed[step][1]
+        for one, other in zip(whole[step][::2], resumed[step][::2], strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = [not torch.equal(whole[3][0][name], whole[5][0][name]) for name in whole[3][0]]
+    assert all(changed)
+    assert sorted(each.name for each in folder.iterdir()) == ["00000002", "00000003"]
+    assert newest_job(folder) == SavedJob(folder / "00000003", {"taken": 6, "version": 7})
+
+
+def test_jobs_that_cannot_be_saved_or_loaded_are_refused(actor: WorkerGroup, tmp_path: Path):
+    assert newest_job(tmp_path / "none") is None
+    for state, keep, words in (({"rows": torch.ones(1)}, 1, "must be JSON, and .*Tensor"), ({}, 0, "at least 1")):
+        with pytest.raises(ConfigError, match=words):
+            save_job(tmp_path / "none", state, actor, keep=keep)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(WorkerError, match="Policy has no save_state"):
+        save_job(tmp_path, {}, actor)
+    assert newest_job(tmp_path) is None
+    with pytest.raises(ConfigError, match="has no state of Policy; it has "):
+        save_job(tmp_path, {}).load(actor)
 
 
 def test_transports_that_a_group_cannot_use_are_refused(actor: WorkerGroup, engine: RolloutGroup):

@@ -107,6 +107,39 @@ class Learner(Worker):
         time.sleep(seconds)
 
 
+class Adam(Worker):
+    """A model whose steps depend on the batch, on the optimizer's state and on a random generator."""
+
+    def init_model(self) -> None:
+        self.model = PlainTrainer(checkpoint(0))
+        self.optimizer = torch.optim.Adam(self.model.requires_grad_().parameters(), lr=0.01)
+        self.draw = torch.Generator().manual_seed(3)
+
+    @register(Dispatch.DP)
+    def update(self, batch: TensorDict) -> None:
+        mean = (batch["number"] * batch["version"]).float().mean()
+        dist.all_reduce(mean)
+        for parameter in self.model.parameters():
+            parameter.grad = (mean * torch.randn(parameter.shape, generator=self.draw)).to(parameter.dtype)
+        self.optimizer.step()
+
+    @register(Dispatch.RANK_ZERO)
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+
+    def save_state(self, folder: Path) -> None:
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save({**states, "draw": self.draw.get_state()}, folder / f"rank-{self.rank}.pt")
+        if (folder.parent.parent / "die").exists() and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def load_state(self, folder: Path) -> None:
+        saved = torch.load(folder / f"rank-{self.rank}.pt", weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.draw.set_state(saved["draw"])
+
+
 class Neighbour(Worker):
     """Another role."""
 

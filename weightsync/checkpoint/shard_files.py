@@ -110,9 +110,9 @@ def publish(incoming: Path, target: Path) -> None:
     """
     with placement_errors(f"cannot complete the checkpoint {target}"):
         for path in [*incoming.rglob("*"), incoming]:
-            _sync(path)
+            sync_path(path)
         incoming.rename(target)
-        _sync(target.parent)
+        sync_path(target.parent)
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
@@ -128,7 +128,7 @@ def _write_at(fd: int, data: memoryview, at: int) -> None:
         data, at = data[done:], at + done
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Wait until a file, or a folder's entries, are on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

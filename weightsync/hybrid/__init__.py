@@ -13,6 +13,7 @@ try:
     from weightsync.hybrid.batch import balance, column, concat, pad, split, take, union
     from weightsync.hybrid.dispatch import Call, Dispatch, Layout, Place, register
     from weightsync.hybrid.following import GroupSync
+    from weightsync.hybrid.job import SavedJob, newest_job, save_job
     from weightsync.hybrid.pending import CallFuture, WorkerError
     from weightsync.hybrid.pool import ResourcePool
     from weightsync.hybrid.rollout_group import RolloutGroup
@@ -34,14 +35,17 @@ __all__ = [
     "ResourcePool",
     "RolloutGroup",
     "Rollouts",
+    "SavedJob",
     "Worker",
     "WorkerError",
     "WorkerGroup",
     "balance",
     "column",
     "concat",
+    "newest_job",
     "pad",
     "register",
+    "save_job",
     "split",
     "take",
     "union",

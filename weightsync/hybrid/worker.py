@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -62,6 +63,14 @@ class Worker:
                      tp, parallel_state.get_pipeline_model_parallel_rank())
         """
         return Place(self.rank, True)
+
+    def save_state(self, folder: Path) -> None:
+        """Save what `load_state` needs, for `save_job`. Every rank calls this with the same folder, empty at first."""
+        raise NotImplementedError(f"{type(self).__name__} has no save_state: write one, or leave its group out")
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from the state of `save_state`. Every rank calls this, after `init_model`."""
+        raise NotImplementedError(f"{type(self).__name__} has no load_state: write one, or leave its group out")
 
     def open_sync(self, name: str, transport: Any, options: dict[str, Any]) -> None:
         """Make the `WeightSync` of this name. Every rank calls this."""
