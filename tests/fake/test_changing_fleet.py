@@ -400,6 +400,32 @@ def test_engine_that_does_not_join_leaves_the_others_as_they_are(engines: list[N
     assert first.serves(3)
 
 
+@pytest.mark.parametrize("transport", ["broadcast", NIXL])
+def test_engine_that_does_not_come_into_the_chain_leaves_all_as_they_are(
+    engines: list[Named], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, late = engines[:2]
+
+    def refuse(info: dict[str, Any]) -> None:
+        raise EngineUnreachableError("nothing answers there", who=late.name)
+
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", transport, [first], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        sync.engines.add(late)
+        assert sync.catch_up(model) is not None
+        first.heard()
+        fill(model, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(late, "init", refuse)
+            with pytest.raises(EngineUnreachableError, match="nothing answers there"):
+                sync.push(model)
+        assert "pause" not in first.heard()
+        assert all(engine.serves(2) and engine.version() == "1" for engine in (first, late))
+        sync.push(fill(model, 4))
+    assert all(engine.serves(4) and engine.version() == "2" for engine in (first, late))
+
+
 def test_a_callable_and_a_file_are_read_before_each_push(engines: list[Named], tmp_path: Path) -> None:
     there = engines[:1]
     model = trainer_model(checkpoint(2))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_process import EngineProcess, fingerprint
 from fake_engine import checkpoint, cold, trainer_model
 
@@ -36,6 +37,14 @@ SLOW = () if IS_SHORT else ("stop",)
 ASK_EVERY_S = 0.02
 
 
+def changed_in_part(number: int) -> dict[str, torch.Tensor]:
+    """Return a checkpoint of which a later one has every fifth value otherwise: its difference is the shorter one."""
+    tensors = checkpoint(0)
+    for tensor in tensors.values():
+        tensor.view(-1)[::5] += number
+    return tensors
+
+
 class Fleet:
     """The engines. A push has a number, which is the seed of the checkpoint that it pushes.
 
@@ -43,8 +52,9 @@ class Fleet:
     tried: the numbers of pushes that have raised, or are under way. seen: what was answered at any moment.
     """
 
-    def __init__(self, draw: random.Random, folder: Path, transport: str) -> None:
+    def __init__(self, draw: random.Random, folder: Path, transport: str, encoding: str | None) -> None:
         self.draw = draw
+        self.checkpoint = checkpoint if encoding is None else changed_in_part
         with ThreadPoolExecutor(ENGINES) as pool:
             self.engines = list(pool.map(EngineProcess, [folder] * ENGINES))
         self.dead: set[EngineProcess] = set()
@@ -64,6 +74,7 @@ class Fleet:
             bucketer=ModuleBucketer(CHUNK_BYTES),
             timeout_s=TIMEOUT_S,
             on_engine_failure="drop",
+            encoding=encoding,
         )
         self.over = threading.Event()
         self.watch = threading.Thread(target=self.keep_asking)
@@ -87,8 +98,8 @@ class Fleet:
         if self.draw.random() < 0.5:
             self.catch_up()
         self.tried.add(number)
-        self.weights[fingerprint(cold(checkpoint(number)))] = number
-        self.model.load_state_dict(checkpoint(number))
+        self.weights[fingerprint(cold(self.checkpoint(number)))] = number
+        self.model.load_state_dict(self.checkpoint(number))
         report: PushReport | None = None
         outcome = "pushed"
         try:
@@ -182,9 +193,14 @@ class Fleet:
         self.sync.close()
 
 
-@pytest.mark.parametrize("transport", ["ipc"] if IS_SHORT else ["ipc", "broadcast"])
-def test_every_engine_serves_one_whole_version_while_engines_come_and_go(transport: str, tmp_path: Path) -> None:
-    fleet = Fleet(random.Random(SEED), tmp_path, transport)
+@pytest.mark.parametrize(
+    ("transport", "encoding"),
+    [("ipc", None), ("broadcast", None), ("broadcast", "delta")][: 1 if IS_SHORT else 3],
+)
+def test_every_engine_serves_one_whole_version_while_engines_come_and_go(
+    transport: str, encoding: str | None, tmp_path: Path
+) -> None:
+    fleet = Fleet(random.Random(SEED), tmp_path, transport, encoding)
     log: list[str] = []
     began = time.monotonic()
     try:
