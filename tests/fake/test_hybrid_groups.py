@@ -9,19 +9,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import ray
 import ray_workers
 import torch
 from fake_engine import checkpoint, cold
-from hybrid_workers import Adam, FailingRole, Neighbour, Policy, StandIn, Versioned, prompts_of
+from hybrid_workers import Adam, FailingRole, Gated, Neighbour, Policy, StandIn, Versioned, prompts_of
 from tensordict import TensorDict
 
 from weightsync import SingleCopyTransport
 from weightsync.errors import ConfigError, EngineError, ManifestError, PeerError, PlacementError, SyncTimeoutError
 from weightsync.hybrid import (
+    GroupSync,
     ResourcePool,
     RolloutGroup,
     Rollouts,
@@ -695,6 +696,61 @@ def test_jobs_that_cannot_be_saved_or_loaded_are_refused(actor: WorkerGroup, tmp
     assert newest_job(tmp_path) is None
     with pytest.raises(ConfigError, match="has no state of Policy; it has "):
         save_job(tmp_path, {}).load(actor)
+
+
+def push_until_it_fails(sync: GroupSync) -> NoReturn:
+    while True:
+        sync.push()
+
+
+def test_a_group_grows_and_shrinks_while_rollouts_are_in_flight(actor: WorkerGroup, tmp_path: Path):
+    pool, gate = ResourcePool([3], gpus=0, cpus=0.02), tmp_path / "gate"
+    gate.touch()
+    small, rest = pool.split([1, 2])
+    with (
+        RolloutGroup(small, model="none", actor=Gated, gate=gate, timeout_s=120.0) as engine,
+        engine.follow(actor) as sync,
+    ):
+        sync.push()
+        rollouts = Rollouts(engine, numbered(8), behind=2, wait_s=0.1)
+        found = [next(rollouts)]
+
+        gate.unlink()
+        (first,) = engine.names
+        added = engine.add(rest, wait=False)
+        actor.change(2)
+        sync.push()
+        found.append(next(rollouts))
+        assert engine.names == [first]
+        assert len(engine.actors) == 1
+        with pytest.raises(ConfigError, match=f"{first} is the only engine"):
+            engine.remove(first)
+        gate.touch()
+        while len(engine.names) < 3:
+            sync.push()
+        assert engine.names == [first, *added]
+        check_states(engine, 2)
+        prompts_per_engine(engine)
+        found.append(next(rollouts))
+        assert all(prompts_per_engine(engine))
+
+        later = engine.generate.remote(prompts_of(6), wait_s=1)
+        engine.remove(first)
+        assert len(later.result()) == 6
+        found += rollouts
+        assert [batch["number"].tolist() for batch in found] == [[number] * 3 for number in range(8)]
+        assert engine.names == added
+
+        gate.write_text("no memory")
+        (failed,) = engine.add(small, wait=False)
+        with pytest.raises(PeerError, match=rf"(?s){failed} died before it answered start.*no memory"):
+            push_until_it_fails(sync)
+        actor.change(3)
+        sync.push()
+        check_states(engine, 3)
+        gate.write_text("")
+        engine.add(small)  # its place is free again
+    pool.close()
 
 
 def test_transports_that_a_group_cannot_use_are_refused(actor: WorkerGroup, engine: RolloutGroup):

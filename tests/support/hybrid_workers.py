@@ -237,6 +237,17 @@ class Versioned(StandIn):
         return [[([version], [-0.5])] for _ in super().generate(prompts, {"n": 1, **sampling})]
 
 
+class Gated(Versioned):
+    """An engine that starts when a file exists, and fails if the file is not empty."""
+
+    def __init__(self, devices: str, options: dict[str, Any]) -> None:
+        while not options["gate"].exists():
+            time.sleep(0.05)
+        if text := options["gate"].read_text():
+            raise ValueError(text)
+        super().__init__(devices, options)
+
+
 def prompts_of(count: int) -> TensorDict:
     """Return prompts of up to four tokens."""
     ids = torch.arange(count)[:, None] + torch.arange(4)

@@ -52,7 +52,8 @@ class GroupSync:
         """Make every engine serve the workers' current weights, and return when all do.
 
         Sleeping engines get the memory of their weights back before the push, and of their KV cache after it. So the
-        push has room. Engines that were added get prompts from now on.
+        push has room. Added engines get prompts from now on, if they have started. The error of an engine that could
+        not start is raised once, before the push.
 
         Args:
             version: As for `WeightSync.push`.
@@ -70,6 +71,7 @@ class GroupSync:
                 f"the engines no longer follow this GroupSync of {self._trainer.role}: it was closed, or `follow` was "
                 "called again. Push through the newest GroupSync"
             )
+        self._engines.take_in()
         self._engines.wake_up([WEIGHTS])
         self.check_placement()
         if (engines := self._engines.to_push()) != self._told:

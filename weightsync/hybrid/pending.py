@@ -84,6 +84,10 @@ class Pending:
         """Return the names of the actors without an answer so far."""
         return [self._names[ref] for ref in self._by_now()[1]]
 
+    def has_ended(self) -> bool:
+        """Return whether `results` returns or raises at once."""
+        return self._deadline.passed() or not self.running() or self.has_failed()
+
     def late(self) -> tuple[str, list[str]]:
         for each in self._after:
             if (found := each.late())[1]:

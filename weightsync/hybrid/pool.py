@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weightsync.errors import ConfigError, PlacementError
@@ -145,6 +145,12 @@ class ResourcePool:
         strategy = PlacementGroupSchedulingStrategy(at.node, placement_group_bundle_index=at.bundle)
         # One half for each kind of group: with more, Ray would not start both on one GPU.
         return {"num_cpus": self.cpus / 2, "num_gpus": self.gpus / 2, "scheduling_strategy": strategy}
+
+    def node_of(self, process: int) -> tuple[str, str]:
+        """Return the id and the address of the node of a place."""
+        at = self._places[process]
+        node = placement_group_table(at.node)["bundles_to_node_id"][at.bundle]
+        return node, next(each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node)
 
     def wait_until_reserved(self) -> None:
         """Wait until the cluster has reserved all places of the pool, also after a node's death.

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 class EngineState(Enum):
     """The state of an engine in its group. Engines that serve get prompts."""
 
+    STARTING = auto()
+    """The engine was added, and its actor has not started so far. It gets no calls."""
     SERVING = auto()
     NEW = auto()
     """The engine was added, and no push has reached it. Its weights differ from the serving engines'."""
@@ -38,15 +40,19 @@ class GroupEngine:
     """One engine of a group.
 
     pool, place: the place of its first worker.
+    ready: the answer of the actor at Ray, after its start.
+    start: the wait for it.
     asleep: the parts of its memory that sleep.
     """
 
     name: str
+    node: str
     actor: Any
     pool: ResourcePool
     place: int
-    state: EngineState
-    node: str = ""
+    ready: Any
+    start: Pending
+    state: EngineState = EngineState.STARTING
     asleep: set[str] = field(default_factory=set)
 
 
@@ -110,14 +116,14 @@ class RolloutGroup:
             **options,
         }
         try:
-            self._start(pool)
+            self._join(self._start(pool))
         except BaseException:
             self.close()
             raise
 
     @property
     def actors(self) -> list[Any]:
-        """The Ray actors of the engines, without lost ones."""
+        """The Ray actors of the engines, without lost ones and ones that start."""
         return [one.actor for one in self._present()]
 
     @property
@@ -127,8 +133,8 @@ class RolloutGroup:
 
     @property
     def nodes(self) -> list[str]:
-        """The Ray node of each of `actors`."""
-        return [one.node for one in self._present()]
+        """The Ray nodes of the engines, without those of lost ones."""
+        return [one.node for one in self._engines if one.state is not EngineState.LOST]
 
     def follow(self, trainer: WorkerGroup, *, transport: Any = None, **options: Any) -> GroupSync:
         """Return a sync. Its `push` moves the weights of these workers into all engines.
@@ -149,13 +155,14 @@ class RolloutGroup:
         self._sync = GroupSync(self, trainer, transport, options)
         return self._sync
 
-    def add(self, pool: ResourcePool | None = None) -> list[str]:
+    def add(self, pool: ResourcePool | None = None, *, wait: bool = True) -> list[str]:
         """Start engines at all free places of a pool, or of the group's own pools.
 
         If the group was pushed to before, new engines get no prompts until a push has reached them.
 
         Args:
             pool: A further pool. None means the pools that the group has.
+            wait: Whether to wait until the engines have started. False: they join at the first push after their start.
 
         Returns:
             The names of the new engines.
@@ -178,6 +185,8 @@ class RolloutGroup:
                 raise ConfigError("no place is free for another engine: give a pool, or remove an engine first")
             if self._sync is not None:
                 self._sync.check_placement()
+            if wait:
+                self._join(started)
         except BaseException:
             for engine in started:
                 self._end(engine)
@@ -197,7 +206,7 @@ class RolloutGroup:
             raise ConfigError(
                 f"{name!r} is no engine of the group; expected one of {[one.name for one in self._engines]}"
             )
-        if len(self._engines) == 1:
+        if all(one is engine or one.state is EngineState.STARTING for one in self._engines):
             raise ConfigError(f"{name} is the only engine of the group: close the group, or add another first")
         self._end(engine)
         self._give_back(engine.pool)
@@ -253,18 +262,30 @@ class RolloutGroup:
 
     def to_push(self) -> dict[str, Any]:
         """Return the actors for the next push, by name. Lost ones are among them: they may answer again."""
-        return {one.name: one.actor for one in self._engines if WEIGHTS not in one.asleep}
+        started = (one for one in self._engines if one.state is not EngineState.STARTING)
+        return {one.name: one.actor for one in started if WEIGHTS not in one.asleep}
+
+    def take_in(self) -> None:
+        """Add started engines of `add` to the group. Raise the error of a start, and end its engine."""
+        for one in [one for one in self._engines if one.state is EngineState.STARTING and one.start.has_ended()]:
+            try:
+                one.start.results()
+            except BaseException:
+                self._end(one)
+                self._give_back(one.pool)
+                raise
+            self._join([one])
 
     def was_pushed(self, version: int, left_out: Collection[str]) -> None:
         """Note that all engines serve a new version, without the engines left out by the push."""
         self.version = version
         self.pushes += 1
-        for one in list(self._engines):
+        for one in [one for one in self._engines if one.state is not EngineState.STARTING]:
             if one.name not in left_out:
                 one.state = EngineState.SERVING
             elif one.state is not EngineState.LOST:
                 one.state = EngineState.LOST
-                if has_died(one.actor.__ray_call__.remote(_node)):
+                if has_died(one.actor.__ray_call__.remote(_nothing)):
                     self._end(one)
 
     def close(self) -> None:
@@ -281,10 +302,10 @@ class RolloutGroup:
         self.close()
 
     def _present(self) -> list[GroupEngine]:
-        return [one for one in self._engines if one.state is not EngineState.LOST]
+        return [one for one in self._engines if one.state in (EngineState.SERVING, EngineState.NEW)]
 
     def _start(self, pool: ResourcePool) -> list[GroupEngine]:
-        """Start an engine at each free place of a pool."""
+        """Begin to start an engine at each free place of a pool."""
         taken = {one.place for one in self._engines if one.pool is pool}
         free = [place for place in places_of_engines(pool.processes, self._size) if place not in taken]
         if pool.gpus and pool.is_shared and not self.has_sleep_mode:
@@ -294,24 +315,24 @@ class RolloutGroup:
             )
         cls = ray.remote(self._class or _engine_class())
         devices = self._devices(pool, free) if pool.gpus else {}
-        state = EngineState.NEW if self.pushes else EngineState.SERVING
         started = []
         for place in free:
+            node, address = pool.node_of(place)
+            name = f"engine {self._count} on {address}"
             own = ",".join(devices[at] for at in range(place, place + self._size) if at in devices)
             actor = cls.options(**pool.options(place)).remote(own, self._options)
-            started.append(GroupEngine(f"engine {self._count}", actor, pool, place, state))
+            ready = actor.__ray_call__.remote(_nothing)
+            start = Pending("start", {ready: name}, self._timeout_s)
+            started.append(GroupEngine(name, node, actor, pool, place, ready, start))
             self._count += 1
-        refs = {one.actor.__ray_call__.remote(_node): one.name for one in started}
-        try:
-            where = Pending("start", refs, self._timeout_s).results()
-        except BaseException:
-            for one in started:
-                ray.kill(one.actor)
-            raise
-        for one, (node, address) in zip(started, where, strict=True):
-            one.node, one.name = node, f"{one.name} on {address}"
         self._engines += started
         return started
+
+    def _join(self, engines: Sequence[GroupEngine]) -> None:
+        """Wait until engines have started, and let them join the group."""
+        Pending("start", {one.ready: one.name for one in engines}, self._timeout_s).results()
+        for one in engines:
+            one.state = EngineState.NEW if self.pushes else EngineState.SERVING
 
     def _devices(self, pool: ResourcePool, first_places: Sequence[int]) -> dict[int, str]:
         """Return CUDA's name of the GPU of each place, for engines that begin at these places."""
@@ -398,9 +419,7 @@ def _engine_class() -> type:
     return RolloutEngine
 
 
-def _node(actor: Any) -> tuple[str, str]:
-    """Return the id and the address of an engine's node."""
-    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+def _nothing(actor: Any) -> None: ...
 
 
 def _visible_devices() -> str:
