@@ -339,14 +339,17 @@ def test_pools_split_and_merge(pool: ResourcePool, engine: RolloutGroup):
         each.close()
 
 
-def test_engines_on_some_of_the_workers_gpus_take_turns_with_them(cluster: None):
+def test_engines_on_some_of_the_workers_gpus_take_turns_with_them(actor: WorkerGroup):
     train = ResourcePool([1])
-    with WorkerGroup(train, Policy, 1, timeout_s=120.0) as actor:
+    with WorkerGroup(train, Policy, 1, timeout_s=120.0) as critic:
         (part,) = train.split([1])
-        with RolloutGroup(part, model="none", actor=StandIn, timeout_s=120.0) as engine, engine.follow(actor) as sync:
+        with RolloutGroup(part, model="none", actor=StandIn, timeout_s=120.0) as engine:
             assert ray.get(engine.actors[0].gpus_and_sleep_mode.remote()) == ("0", True)
-            sync.sleep()
-            assert engine.is_asleep
+            for trainer in (critic, actor):  # on the engine's GPU, and elsewhere
+                with engine.follow(trainer) as sync:
+                    sync.sleep()
+                    assert engine.is_asleep
+                    sync.push()
             with pytest.raises(ConfigError, match="workers share the engines' GPUs"):
                 Rollouts(engine, [], behind=1)
     train.close()

@@ -88,11 +88,11 @@ class GroupSync:
         choose_transport(*nodes, shares_gpus=self._shares_gpus, asked=self.transport)
 
     def sleep(self, level: int = 2) -> None:
-        """Put engines on the workers' GPUs to sleep, so that the workers can use their memory.
+        """Put engines on the GPUs of any workers to sleep, so that the workers can use their memory.
 
         Do nothing if the engines have GPUs of their own. `level` is as for `RolloutGroup.sleep`.
         """
-        if self._shares_gpus:
+        if self._engines.takes_turns:
             self._engines.sleep(level)
 
     def close(self) -> None:

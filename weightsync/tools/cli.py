@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"weightsync {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for add in (_add_serve, _add_demo, _add_plan, _add_bench, _add_doctor, _add_handles):
+    for add in (_add_serve, _add_demo, _add_plan, _add_place, _add_bench, _add_doctor, _add_handles):
         add(commands)
     serves = arguments[:1] == ["serve"]  # it has options of vLLM's
     options = parser.parse_args(arguments[:1] if serves else arguments)
@@ -146,6 +146,19 @@ def _add_plan(commands: Commands) -> None:
     )
     option("--simulate", metavar="TOPOLOGY", action="append", help=text)
     plan.set_defaults(module="weightsync.tools.plan")
+
+
+def _add_place(commands: Commands) -> None:
+    place = commands.add_parser(
+        "place",
+        help="search for the fastest placement of the models of a job under one controller",
+        description="Reads the roles of a job with measured seconds. Searches for pools, GPUs and parallel sizes with "
+        "the least predicted seconds of a step. Shows placements made by hand beside it. Runs nothing. Example: "
+        "weightsync place examples/place_ppo.json",
+    )
+    text = "a JSON file, see docs/use/controller.md"
+    place.add_argument("job", metavar="JOB", type=Path, help=text)
+    place.set_defaults(module="weightsync.tools.place")
 
 
 def _add_bench(commands: Commands) -> None:
