@@ -149,20 +149,20 @@ def test_a_slow_link_carries_what_has_changed_alone(tmp_path: Path):
 
 def test_an_engine_that_has_caught_up_is_sent_nothing_more_by_the_trainer(tmp_path: Path):
     layers = 8
-    with Hosts("A", "B", "C", shared=tmp_path) as hosts:
-        engines, trainer = [hosts.python(name) for name in "BC"], hosts.python("A")
+    with Hosts(*"ABCD", shared=tmp_path) as hosts:
+        engines, trainer = [hosts.python(name) for name in "BCD"], hosts.python("A")
         for engine in engines:
             engine.call(serve, layers)
-        for name in "ABC":
+        for name in "ABCD":
             hosts.link(name, rate=RATE)
-        trainer.call(connect, layers, [f"http://B:{PORT}"], "auto")
-        alone = trainer.call(step_and_push, 1e-6, 2)[0]
-        trainer.call(catch_up, f"http://C:{PORT}")
+        trainer.call(connect, layers, [f"http://{name}:{PORT}" for name in "BC"], "auto")
+        before_it = trainer.call(step_and_push, 1e-6, 2)[0]
+        trainer.call(catch_up, f"http://D:{PORT}")
         for seed in (3, 4):
             before = left(hosts, "A")
-            assert trainer.call(step_and_push, 1e-6, seed)[0] < 1.3 * alone
-            assert left(hosts, "A") - before < 1.3 * alone + layers * LAYER_BYTES / 100
-            assert [engine.call(served) for engine in engines] == [trainer.call(pushed)] * 2
+            assert trainer.call(step_and_push, 1e-6, seed)[0] < 1.3 * before_it
+            assert left(hosts, "A") - before < 1.3 * before_it + layers * LAYER_BYTES / 100
+            assert [engine.call(served) for engine in engines] == [trainer.call(pushed)] * 3
 
 
 @all_hosts

@@ -71,7 +71,7 @@ def compile_plan(
     names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)
     hops = longest_way(chains)
     if transport.encoding is not None:
-        hops = next((plan.hops for plan in earlier if hops <= 2 * plan.hops), max(hops, 1))
+        hops = next((plan.hops for plan in earlier if hops <= 2 * plan.hops), hops)
     least = transport.min_chunk_bytes
     chunks = make_chunks(travelling, chains, names, last, in_place, locations, max_bytes, dict(together), least, hops)
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
