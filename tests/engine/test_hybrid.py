@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ from weightsync.vllm.rollout import AsyncRolloutEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 MODEL = "qwen3"
+LONG = 500
+"""Tokens that take an engine several times as long as a push."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -50,6 +51,20 @@ def cluster() -> Iterator[None]:
             ray.shutdown()
 
 
+@pytest.fixture
+def reserve(cluster: None) -> Iterator[Callable[..., ResourcePool]]:
+    """Give pools, and close them after the test, so that the next one finds room."""
+    pools: list[ResourcePool] = []
+
+    def make(*args: Any, **kwargs: Any) -> ResourcePool:
+        pools.append(ResourcePool(*args, **kwargs))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -67,9 +82,9 @@ def answers(engine: RolloutGroup) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[str, Path]):
+def test_pushed_equals_cold_in_both_placements(reserve: Callable[..., ResourcePool], checkpoints: dict[str, Path]):
     """The controller's part stays as it is when the trainer, the placement or the transport is another one."""
-    shared, apart = ResourcePool([2]), ResourcePool([1])
+    shared, apart = reserve([2]), reserve([1])
     trainers: list[tuple[Any, ...]] = [(Fsdp, "B"), (Megatron, checkpoints["A"].parent)]
     with (
         WorkerGroup(shared, Fsdp, MODEL, "B", timeout_s=300.0) as first,
@@ -89,14 +104,12 @@ def test_pushed_equals_cold_in_both_placements(cluster: None, checkpoints: dict[
                             trainer.change(start)
                             sync.push()
                             assert answers(engine) == cold[engine]
-    shared.close()
-    apart.close()
 
 
-def test_a_push_interrupts_rollouts_and_they_go_on(cluster: None, checkpoints: dict[str, Path]):
+def test_a_push_interrupts_rollouts_and_they_go_on(reserve: Callable[..., ResourcePool], checkpoints: dict[str, Path]):
     """An engine that was pushed to in the middle of its requests answers the next ones as a cold one."""
-    train, rollout = ResourcePool([1]), ResourcePool([1])
-    options = {"actor": AsyncRolloutEngine, **ENGINE}
+    train, rollout = reserve([1]), reserve([1])
+    options = {"actor": AsyncRolloutEngine, **ENGINE, "max_model_len": 512}
     with RolloutGroup(rollout, model=str(checkpoints["B"]), **options) as engine:
         cold = answers(engine)
     with (
@@ -105,30 +118,26 @@ def test_a_push_interrupts_rollouts_and_they_go_on(cluster: None, checkpoints: d
         engine.follow(trainer) as sync,
     ):
         sync.push()
-        prompts = TensorDict({"prompts": torch.tensor([PROMPTS[0]] * 4)}, [4])
-        long = partial(engine.generate.remote, prompts, max_tokens=200, temperature=0, ignore_eos=True)
-        begun = time.monotonic()
-        old = long().result()
-        interrupted = long()
-        time.sleep((time.monotonic() - begun) / 3)
+        prompts = TensorDict({"prompts": torch.tensor([PROMPTS[0]] * 16)}, [16])
+        generate = partial(engine.generate.remote, prompts, temperature=0, ignore_eos=True)
+        old = generate(max_tokens=LONG).result()
+        interrupted = generate(max_tokens=LONG)
+        generate(max_tokens=1).result()  # so the ones before have a token
         trainer.change("B")
         assert sync.push().version == 2
         assert interrupted.pending.late() == ("generate", engine.names)
-        mixed, new = interrupted.result(), long().result()
+        mixed, new = interrupted.result(), generate(max_tokens=8).result()
         assert (mixed["version"].unique().tolist(), new["version"].unique().tolist()) == ([1], [2])
+        assert torch.equal(mixed["answers"][:, 0], old["answers"][:, 0])
+        assert not torch.equal(mixed["answers"], old["answers"])
+        assert not torch.equal(mixed["answers"][:, :8], new["answers"])
         several = engine.generate(prompts, n=3, max_tokens=4, seed=7)
-        assert several["answer_mask"].sum(1).tolist() == [4] * 12
-        differs = (mixed["answers"] != old["answers"])[0]
-        assert differs.any()
-        assert not differs[0]
-        assert not torch.equal(mixed["answers"], new["answers"])
+        assert several["answer_mask"].sum(1).tolist() == [4] * 48
         assert answers(engine) == cold
-    train.close()
-    rollout.close()
 
 
 def test_a_job_goes_on_from_its_checkpoint(
-    cluster: None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reserve: Callable[..., ResourcePool], checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The step after a checkpoint gives engines the same weights, whether the job has ended meanwhile or not."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -139,7 +148,7 @@ def test_a_job_goes_on_from_its_checkpoint(
     more = {"answer_mask": torch.ones(4, 4), "advantages": torch.tensor([1.0, -1.0, 2.0, -2.0])}
     batch = TensorDict({**columns, **more, "sampled_logprobs": torch.full((4, 4), -5.0)}, [4])
     name = str(checkpoints["A"])
-    train, rollout = ResourcePool([2], cpus=0.5), ResourcePool([1])
+    train, rollout = reserve([2], cpus=0.5), reserve([1])
     found = []
     for job in range(2):
         with (
@@ -158,12 +167,10 @@ def test_a_job_goes_on_from_its_checkpoint(
             found.append((saved, answers(engine)))
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
-    train.close()
-    rollout.close()
 
 
-def test_verls_protocols_reach_the_stages_of_a_megatron_model(cluster: None, tmp_path: Path):
-    pool = ResourcePool([2])
+def test_verls_protocols_reach_the_stages_of_a_megatron_model(reserve: Callable[..., ResourcePool], tmp_path: Path):
+    pool = reserve([2])
     with WorkerGroup(pool, Megatron, MODEL, tmp_path, tp=1, pp=2, timeout_s=300.0) as trainer:
         first, last = trainer.names()
         assert "embedding.word_embeddings.weight" in first
@@ -171,4 +178,3 @@ def test_verls_protocols_reach_the_stages_of_a_megatron_model(cluster: None, tmp
         assert not {"embedding.word_embeddings.weight"} & {*last}
         rows = TensorDict({"number": torch.arange(3)}, [3])
         assert trainer.generate(rows)["rank"].tolist() == [0, 1, 1]
-    pool.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -487,6 +489,11 @@ def test_results_are_arguments_and_the_controller_fetches_the_last_alone(
         fetched.clear()
         assert found["sum"].tolist() == [2 * number for number in range(count)]
         assert found["rows"].tolist() == [-(-count // 2)] * count
+    first = weakref.ref(scaled.pending)
+    del scaled, added
+    actor.nothing()
+    gc.collect()
+    assert first() is None  # so Ray keeps no results of a chain that has ended
     answers = engine.generate.remote(prompts_of(5), n=2)
     for result in (neighbour.texts.remote(answers), neighbour.texts.remote(batch=answers)):
         assert result.result() == [f"prompt {row // 2}" for row in range(10)]

@@ -68,6 +68,7 @@ class Pending:
         try:
             # `get` raises as soon as one call has raised.
             found: list[Any] = ray.get(self.refs, timeout=self._deadline.left_s())
+            self._after = ()  # or a chain of calls would keep the results of all in Ray's store
             return found
         except ray.exceptions.GetTimeoutError:
             doing, who = self.late()

@@ -40,8 +40,7 @@ class GroupEngine:
     """One engine of a group.
 
     pool, place: the place of its first worker.
-    ready: the answer of the actor at Ray, after its start.
-    start: the wait for it.
+    start: the wait for the start of the actor.
     asleep: the parts of its memory that sleep.
     """
 
@@ -50,7 +49,6 @@ class GroupEngine:
     actor: Any
     pool: ResourcePool
     place: int
-    ready: Any
     start: Pending
     state: EngineState = EngineState.STARTING
     asleep: set[str] = field(default_factory=set)
@@ -321,16 +319,15 @@ class RolloutGroup:
             name = f"engine {self._count} on {address}"
             own = ",".join(devices[at] for at in range(place, place + self._size) if at in devices)
             actor = cls.options(**pool.options(place)).remote(own, self._options)
-            ready = actor.__ray_call__.remote(_nothing)
-            start = Pending("start", {ready: name}, self._timeout_s)
-            started.append(GroupEngine(name, node, actor, pool, place, ready, start))
+            start = Pending("start", {actor.__ray_call__.remote(_nothing): name}, self._timeout_s)
+            started.append(GroupEngine(name, node, actor, pool, place, start))
             self._count += 1
         self._engines += started
         return started
 
     def _join(self, engines: Sequence[GroupEngine]) -> None:
         """Wait until engines have started, and let them join the group."""
-        Pending("start", {one.ready: one.name for one in engines}, self._timeout_s).results()
+        Pending("start", {ref: one.name for one in engines for ref in one.start.refs}, self._timeout_s).results()
         for one in engines:
             one.state = EngineState.NEW if self.pushes else EngineState.SERVING
 
