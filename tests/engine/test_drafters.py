@@ -16,6 +16,7 @@ import torch
 from drafter_checkpoints import LAYOUTS, MTP, checkpoint, eagle
 from engines import (
     ANSWER_TOKENS,
+    EXTENSION,
     PROMPTS,
     TIMEOUT_S,
     Answer,
@@ -33,11 +34,6 @@ from weightsync import MegatronBackend, TensorSelection, WeightSync
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
-
-EXTENSION = {
-    "weight_transfer_config": None,
-    "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
-}
 
 # ---------------------------------------------------------------------------------------------------------------
 # What runs in the engines' process

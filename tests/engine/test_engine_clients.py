@@ -26,7 +26,7 @@ from weightsync import WeightSync
 from weightsync.engines import HttpEngine, LoraAdapter, http
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.llm import LlmEngine
-from weightsync.errors import EngineError, EngineUnreachableError, ManifestError
+from weightsync.errors import EngineError, EngineUnreachableError, ManifestError, UnsupportedError
 from weightsync.fleet import connect
 
 pytestmark = pytest.mark.engine
@@ -132,6 +132,14 @@ def test_a_vllm_that_never_ran_is_told_from_the_others(monkeypatch):
     for version, has_run in (("0.25.1", True), ("0.33.0", False), ("0.23.2", False), ("1.0.dev3+g1", False)):
         monkeypatch.setattr(compat.vllm, "__version__", version)
         assert compat.has_run() == has_run
+
+
+def test_a_plug_in_refuses_a_vllm_that_has_no_place_for_it():
+    from weightsync.vllm.engine import WeightSyncEngine
+
+    for given in ((), ("model",)):  # by vLLM 0.20, and from 0.22 on
+        with pytest.raises(UnsupportedError, match=r"before 0\.25.*worker_extension_cls"):
+            WeightSyncEngine("config", "parallel_config", *given)
 
 
 def test_a_real_llm_in_this_process(model_dir):

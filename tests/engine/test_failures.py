@@ -24,7 +24,18 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from engines import IN_CORE, PROMPTS, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from engines import (
+    IN_CORE,
+    PROMPTS,
+    Answer,
+    Engines,
+    Remote,
+    Trainer,
+    Trainers,
+    assert_same,
+    has_plug_ins,
+    session_of,
+)
 from fake_engine import fail_once_after
 from faults import FaultyTransport
 from ranks import run_ranks
@@ -138,17 +149,13 @@ def raise_in_source(side: Side, rank: int) -> None:
 
 def raise_in_worker(engines: Engines, chunk: int) -> None:
     """Once, in the middle of this chunk."""
-    fail_once_after(worker_of(engines).weight_transfer_engine.session.receiver, chunk)
-
-
-def worker_of(engines: Engines) -> Any:
-    return engines.llm.llm_engine.model_executor.driver_worker.worker
+    fail_once_after(session_of(engines).receiver, chunk)
 
 
 def state_of(engines: Engines) -> tuple[str, Any]:
     """The worker's state, and the version that vLLM reports. None before vLLM 0.27."""
     version = getattr(engines.llm, "get_weight_version", lambda: None)()
-    return worker_of(engines).weight_transfer_engine.session.receiver.state, version
+    return session_of(engines).receiver.state, version
 
 
 def leave_out(side: Side, name: str) -> None:
@@ -237,6 +244,8 @@ class Http:
 def http_server(
     engine_process: Remote, trainer_processes: Trainers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Http]:
+    if not has_plug_ins():
+        pytest.skip("`weightsync serve` gives servers the plug-in, which this vLLM has no place for")
     checkpoint = engine_process.call(Engines.checkpoint, "qwen3", "A")
     options = {"quantization": "weightsync_plain"}  # one test shares its memory
     server = Server(checkpoint, "auto", tmp_path_factory.mktemp("server") / "log", IN_CORE, options)
@@ -430,7 +439,7 @@ def test_an_engine_with_fewer_workers_than_it_says(llm: Remote, cold: dict[str, 
 
 
 def pretend_to_have_workers(engines: Engines, world: int) -> None:
-    model = worker_of(engines).weight_transfer_engine.session._model
+    model = session_of(engines)._model
     model.identity = replace(model.identity, world=world)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
+from engines import EXTENSION, TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 
 from weightsync import WeightSync
 
@@ -14,13 +14,7 @@ pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
 
 STAGES = {"pipeline_parallel_size": 2}
-WAYS: dict[str, dict[str, Any]] = {
-    "plug-in": {},
-    "extension": {
-        "weight_transfer_config": None,
-        "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
-    },
-}
+WAYS: dict[str, dict[str, Any]] = {"plug-in": {}, "extension": EXTENSION}
 
 
 def cold(engines: Engines, model: str, options: dict[str, Any]) -> dict[str, Answer]:

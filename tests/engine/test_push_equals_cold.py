@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from engines import (
     ANSWER_TOKENS,
+    EXTENSION,
     PROMPTS,
     TIMEOUT_S,
     Answer,
@@ -219,16 +220,12 @@ def test_nothing_is_answered_from_what_older_weights_left_in_the_prefix_cache(en
     assert_same(pushed, cold, "a prompt that had been answered before the push")
 
 
-EXTENSION = {
-    "weight_transfer_config": None,
-    "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
-}
-
-
 def push_by_the_extension(engines: Engines, tp: int) -> list[tuple[int, Answer, Answer]]:
     """For each push, of B, what cannot be pushed, and A: how many tokens came from the prefix cache after it, and the
     answers."""
     engines.start(engines.checkpoint("qwen3", "A"), tensor_parallel_size=tp, **EXTENSION)
+    if tp == 1 and not torch.cuda.is_available():
+        engines.llm.llm_engine.model_executor.driver_worker.worker.device = None  # as in vLLM's workers before 0.23
     found = []
     load(engines, "qwen3", "ipc", {})
     for weights in "BxA":

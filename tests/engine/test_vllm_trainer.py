@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import runpy
 from types import SimpleNamespace
 
 import pytest
 import tiny_models
 from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
 
-from weightsync import ConfigError, ManifestError
+from weightsync import ConfigError, ManifestError, UnsupportedError
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -42,9 +45,12 @@ def lose_a_layer(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_what_vllms_trainer_engine_sends_equals_cold(engines: Remote, trainers: Trainers, transport: str) -> None:
-    factory = pytest.importorskip("vllm.distributed.weight_transfer.factory")
+    from vllm.distributed.weight_transfer import factory
+
     if not hasattr(factory, "WeightTransferTrainerFactory"):
         pytest.skip("this vLLM has no interface for trainers")
+    if "config" in inspect.signature(factory.WeightTransferTrainerFactory.trainer_init).parameters:
+        pytest.skip("this vLLM's interface for trainers is another one, and is refused")
     cold = engines.call(Engines.serve, "qwen3", timeout_s=240)
     trainers.call(load, transport, timeout_s=240)
     for weights in "BAB":
@@ -54,6 +60,17 @@ def test_what_vllms_trainer_engine_sends_equals_cold(engines: Remote, trainers: 
     with pytest.raises(ManifestError, match=r"model\.layers\.1"):
         trainers.call(send, "A")
     assert_same(engines.call(Engines.ask), cold["B"], "refused before anything was written")
+
+
+def test_the_interface_of_vllm_0_26_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    def trainer_init(backend: object, config: object, init_info: object, *, client: object, source: object) -> None: ...
+
+    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", trainer_init)
+    path = importlib.util.find_spec("weightsync.integrations.vllm_trainer").origin
+    with pytest.raises(UnsupportedError, match=r"use vLLM 0\.27 or later, or push the WeightSource"):
+        runpy.run_path(path)
 
 
 def test_what_a_trainer_engine_cannot_use_is_refused() -> None:

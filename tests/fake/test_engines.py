@@ -710,6 +710,8 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.calls.append(("reset_prefix_cache", reset_running_requests, reset_connector))
+        if reset_connector and not hasattr(self.llm_engine.vllm_config, "kv_transfer_config"):
+            return False  # as vLLM before 0.23
         return self.reset_answer
 
 
@@ -757,7 +759,7 @@ def test_llm_calls_its_workers_in_a_thread_of_its_own(vllm_config, methods):
     first, then = methods
     then = [*then, "update_weight_version"]
     assert [call[0] for call in llm.calls] == first + then + forgets
-    expected = [(first[0], {"a": 1}), (then[0], {"b": 2}), ("reset_prefix_cache", True, True), (then[-1], "5")]
+    expected = [(first[0], {"a": 1}), (then[0], {"b": 2}), ("reset_prefix_cache", True, False), (then[-1], "5")]
     assert all(call in llm.calls for call in expected)
     assert threading.current_thread() not in llm.threads
     engine.set_version("6")
@@ -781,14 +783,14 @@ def test_an_llm_forgets_when_its_update_has_returned():
     assert in_update.wait(30.0)
     threads[1].start()
     threads[1].join(0.3)
-    assert ("reset_prefix_cache", True, True) not in llm.calls
+    assert ("reset_prefix_cache", True, False) not in llm.calls
     returning.set()
     for thread in threads:
         thread.join(30.0)
         assert not thread.is_alive()
-    assert ("reset_prefix_cache", True, True) in llm.calls
+    assert ("reset_prefix_cache", True, False) in llm.calls
     engine.reset_caches()  # asked for outside of any push
-    assert llm.calls.count(("reset_prefix_cache", True, True)) == 2
+    assert llm.calls.count(("reset_prefix_cache", True, False)) == 2
 
 
 class EngineCoreRequestType:
@@ -842,7 +844,7 @@ def test_a_core_gets_all_calls_of_a_push_before_it_has_answered_one(queued, monk
         ("collective_rpc", "start_weight_update", None, (), None),
         ("collective_rpc", "update_weights", None, ({"session": "s"},), None),
         ("collective_rpc", "finish_weight_update", None, (), None),
-        ("reset_prefix_cache", True, True),
+        ("reset_prefix_cache", True, False),
         ("reset_encoder_cache",),
     ]
     with pytest.raises(SyncTimeoutError, match=r"start_weight_update could not start within 0\.5 s: update_weights"):
@@ -862,7 +864,6 @@ def test_a_core_gets_all_calls_of_a_push_before_it_has_answered_one(queued, monk
 
 CONNECTED = config("weightsync")
 CONNECTED.kv_transfer_config = object()
-RESETS = [("reset_prefix_cache", True, True), ("reset_encoder_cache",)]
 
 
 @pytest.mark.parametrize(
@@ -872,14 +873,16 @@ RESETS = [("reset_prefix_cache", True, True), ("reset_encoder_cache",)]
 )
 def test_a_core_resets_before_the_update_only_if_nothing_can_fill_its_caches(queued, requests, is_ahead):
     engine, core = queued
+    connected = not (requests or is_ahead)
+    resets = [("reset_prefix_cache", True, connected), ("reset_encoder_cache",)]
     core.requests.clear()
     core.requests |= dict.fromkeys(range(requests))
     *_, update = engine.send_update(None, {})
     at = len(core.sent)
-    assert (core.sent[-3:-1] == RESETS) is is_ahead
+    assert (core.sent[-3:-1] == resets) is is_ahead
     assert core.sent[-1][1] in ("update_weights", "weightsync_update")
     waits = engine.send_finish()
-    assert (core.sent[-2:] == RESETS and at < len(core.sent) - 1) is not is_ahead
+    assert (core.sent[-2:] == resets and at < len(core.sent) - 1) is not is_ahead
     while core.utility_results:
         core.answer()
     for wait in (update, *waits):
@@ -1222,7 +1225,7 @@ def test_async_calls_run_in_the_loop_of_the_engine():
         ("update_weights", {"b": 2}),
         ("finish_weight_update",),
         ("update_weight_version", "5"),
-        ("reset_prefix_cache", True, True),
+        ("reset_prefix_cache", True, False),
         ("reset_encoder_cache",),
         ("wake_up", ["scheduling"]),
     ]
@@ -1404,7 +1407,7 @@ def test_ray_actors_are_called_like_what_they_hold(ray):
         ("update_weights", {"b": 2}),
         ("finish_weight_update",),
         ("update_weight_version", "5"),
-        ("reset_prefix_cache", True, True),
+        ("reset_prefix_cache", True, False),
         ("reset_encoder_cache",),
     ]
     push_once(async_engine)

@@ -33,9 +33,15 @@ from engine_state import State, differing, state_of
 from ranks import FORKSERVER
 
 from weightsync.engines.base import CalledEngine
+from weightsync.engines.calls import PLUG_INS_SINCE
 from weightsync.errors import EngineUnreachableError, SyncTimeoutError, WeightSyncError
 
 TIMEOUT_S = 60.0
+EXTENSION = {
+    "weight_transfer_config": None,
+    "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
+}
+"""For an engine with the worker extension in the place of the plug-in."""
 NOT_COMPILED = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}
 """For an engine's processes. Eager engines too compile what ranks the log-probabilities, each process for itself. On a
 GPU that is quick, and what quantises there is compiled too."""
@@ -203,9 +209,8 @@ class Engines:
 
     def refusal(self) -> str:
         """Return why the `LLM` of this process does not answer, "" where it does. No forward raises for it."""
-        session = self.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine.session
         try:
-            session._check_whole()
+            session_of(self)._check_whole()
         except WeightSyncError as error:
             return str(error)
         return ""
@@ -249,6 +254,13 @@ class Engines:
         self.sync = self.model = None
 
 
+def session_of(engines: Engines) -> Any:
+    """The `WorkerSession` of an engine's worker in this process."""
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    engine = worker.weight_transfer_engine
+    return worker._weightsync() if engine is None else engine.session
+
+
 def note(answer: Answer, file: Path) -> None:
     """Keep an answer; floats in JSON are exact."""
     draft = file.with_suffix(f".{os.getpid()}")
@@ -261,8 +273,15 @@ def noted(file: Path) -> Answer:
     return [(tokens, [{int(t): p for t, p in at.items()} for at in logprobs]) for tokens, logprobs in rows]
 
 
+def has_plug_ins() -> bool:
+    from vllm.version import __version_tuple__ as release
+
+    return release >= PLUG_INS_SINCE
+
+
 def options_of(checkpoint: Path) -> dict[str, Any]:
-    """What an engine with the plug-in is started with."""
+    """What an engine with the plug-in is started with, or before vLLM 0.25 one with the worker extension."""
+    plug_in = {"weight_transfer_config": {"backend": "weightsync"}}
     return {
         "model": str(checkpoint),
         "dtype": "bfloat16",
@@ -272,7 +291,7 @@ def options_of(checkpoint: Path) -> dict[str, Any]:
         "gpu_memory_utilization": 0.1,  # what has to be free as it starts: others may be on the same GPU
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": "weightsync"},
+        **(plug_in if has_plug_ins() else EXTENSION),
     }
 
 

@@ -47,11 +47,20 @@ TAIL = """
 - server, healed: an HTTP server that a failed push has left `POISONED`, and an engine that the next push heals.
 - trainer's side: [vLLM's trainer interface](../use/vllm-trainer.md).
 
-vLLM up to 0.26 wants torch 2.11, whose build for CPUs is on PyTorch's own index alone (`PIP_EXTRA_INDEX_URL`). Without
-it a row stays as an earlier run left it. 0.26.0 ran on GPUs: see [the benchmarks](../reference/benchmarks.md).
-`make test-verl` runs 0.24.0, by the worker extension. vLLM 0.33 never ran: it has no wheel for CPUs. By hand, over
-`ipc` and `broadcast`, a trainer with torch 2.13 pushed to a server with torch 2.11 (vLLM 0.25.1), and one with torch
-2.11 to a server with torch 2.13 (vLLM 0.32.0). Both equal cold.
+Before vLLM 0.25 the engines have the [worker extension](../use/engines.md#the-worker-extension), and no server is
+started by `weightsync serve`. vLLM up to 0.26 wants torch 2.11, whose build for CPUs is on PyTorch's own index alone
+(`PIP_EXTRA_INDEX_URL`). Without it a row stays as an earlier run left it. By hand, the Python files of such versions
+ran with the compiled part of 0.27.1, and torch 2.13:
+
+- The plug-in (0.26.0 and 0.25.1): all but "in flight" and "trainer's side". 0.26's interface for trainers is refused.
+- The extension (0.24.0): ipc, broadcast, experts, TP=2, int8, fp8, LoRA, AsyncLLM, healed, and a server.
+- The extension (0.22.1 and 0.20.2, with 0.24.0's attention for CPUs): ipc, broadcast, experts, TP=2, healed, and a
+  server. int8 with 0.22.1, AsyncLLM with 0.20.2.
+
+0.26.0 ran on GPUs: see [the benchmarks](../reference/benchmarks.md). `make test-verl` runs 0.24.0, by the worker
+extension. vLLM 0.33 never ran: it has no wheel for CPUs. By hand, over `ipc` and `broadcast`, a trainer with torch
+2.13 pushed to a server with torch 2.11 (vLLM 0.25.1), and one with torch 2.11 to a server with torch 2.13 (vLLM
+0.32.0). Both equal cold.
 
 """
 

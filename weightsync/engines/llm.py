@@ -74,7 +74,7 @@ class LlmEngine(VllmEngine):
 
     def _resets(self, are_due: bool) -> list[tuple[Any, ...]]:
         encoders = [] if self._setup["encodes"] == "no" else [("reset_encoder_cache",)]
-        return [(RESET, True, True), *encoders] if are_due else []
+        return [(RESET, True, bool(self._setup["connector"])), *encoders] if are_due else []
 
     def _to_workers(self, call: str, *args: Any) -> list[tuple[Any, ...]]:
         method = self._worker_methods.get(call)

@@ -114,6 +114,7 @@ class VllmEngine(ABC):
             self._call_front("reset_encoder_cache")
 
     def _reset_prefix_cache(self, connector: bool = True) -> None:
+        connector &= bool(self._setup["connector"])  # vLLM before 0.23 refuses to reset a connector that is not there
         if self._call(RESET, reset_running_requests=True, reset_connector=connector) is False:
             raise caches_not_reset(self.name)
 

@@ -16,12 +16,18 @@ from typing import Any, ClassVar
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.net.ranks import place_among
 from weightsync.net.wire import BACKEND
 from weightsync.report import PushReport
 from weightsync.strategies import demands_of
 from weightsync.sync import WeightSync
+
+if "config" in WeightTransferTrainerFactory.trainer_init.__annotations__:
+    raise UnsupportedError(
+        "vLLM 0.26 has another interface for trainers; use vLLM 0.27 or later, or push the WeightSource yourself: "
+        'WeightSync("stream", ...).push(source)'
+    )
 
 
 @dataclass

@@ -34,7 +34,13 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
     """One update fills the model and its drafter. There is no update of the drafter alone."""
 
-    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+    def __init__(self, config: Any, vllm_config: Any, *of_worker: Any) -> None:
+        if len(of_worker) != 2:
+            raise UnsupportedError(
+                "vLLM before 0.25 has no place for weightsync's plug-in; start the engine with weightsync's worker "
+                "extension (worker_extension_cls), and without weight_transfer_config"
+            )
+        device, model = of_worker
         super().__init__(config, vllm_config, device, model)
         drafter = compat.drafter_of(compat.worker_under_way()) if vllm_config.speculative_config else None
         host = VllmModel(vllm_config, device, model, drafter)

@@ -47,6 +47,6 @@ class WeightSyncWorkerExtension:
         if session is None:
             worker: Any = self
             drafter = compat.drafter_of(worker)
-            host = VllmModel(worker.vllm_config, worker.device, worker.model_runner.model, drafter)
+            host = VllmModel(worker.vllm_config, worker.model_runner.device, worker.model_runner.model, drafter)
             session = self.weightsync_session = WorkerSession(host)
         return session
