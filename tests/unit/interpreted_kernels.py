@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 
+import test_changed_words
 import test_copies
 import test_digest
 import test_rows
 import torch
 
-from weightsync.kernels import copies_triton, digest_triton, rows_triton
-from weightsync.kernels.digest import MIB, digest, share, signed
+from weightsync.kernels import changed_words_triton, copies_triton, digest_triton, rows_triton
+from weightsync.kernels.digest import MIB, WHOLE, digest, share, signed
 from weightsync.kernels.quantize import BlockForm, Form, fp8_per_block, fp8_per_tensor
 from weightsync.kernels.rows import Job
 
@@ -63,6 +64,14 @@ def quantised(form: Form | BlockForm, dtype: torch.dtype) -> int:
     return len(weights)
 
 
+def changes() -> int:
+    launches = changed_words_triton.FindLaunches, changed_words_triton.WriteLaunch
+    cases = [(0.0, 3), (0.01, WHOLE), (0.01, 1), (0.3, 0), (1.0, WHOLE)]
+    for part, sample in cases:
+        assert test_changed_words.check_all(part, sample, *launches) == test_changed_words.check_all(part, sample)
+    return len(cases)
+
+
 if __name__ == "__main__":
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
     same = [torch.int64, torch.float32, torch.bfloat16, torch.float8_e4m3fn]  # of each size one
@@ -70,5 +79,6 @@ if __name__ == "__main__":
     casts = [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)]  # to bfloat16 it does not round
     print(sum(copies(*dtypes) for dtypes in casts), "casts")
     print(sum(digests(start) for start in (0, 1, 2, 4)), "digests")
+    print(changes(), "bodies of changes")
     # Forms that divide by the scale need a fused multiply-add, which the interpreter rounds twice.
     print(sum(quantised(form, torch.bfloat16) for form in (fp8_per_tensor, fp8_per_block)), "quantised experts")

@@ -129,7 +129,7 @@ FORBIDDEN = {
 }
 
 VERL = [f"weightsync.integrations.verl{name}" for name in ("", "_trainer", "_worker")]
-TRITON = [f"weightsync.kernels.{name}_triton" for name in ("copies", "digest", "rows")]
+TRITON = [f"weightsync.kernels.{name}_triton" for name in ("changed_words", "copies", "digest", "rows")]
 
 # A foreign package is imported in one room only; those of trainers also where a benchmark builds trainers of its own.
 ROOM = {

@@ -66,10 +66,10 @@ Dimension = tuple[int, int, int]
 """(size, stride of target, stride of source)."""
 
 
-def collapse(target: torch.Tensor, source: torch.Tensor) -> list[Dimension]:
-    """Return the dimensions of both views, outermost first. Dimensions that are contiguous on both sides are joined."""
+def collapse(sizes: Sequence[int], to_strides: Sequence[int], of_strides: Sequence[int]) -> list[Dimension]:
+    """Return the dimensions of two views, outermost first. Dimensions that are contiguous on both sides are joined."""
     dims: list[Dimension] = []
-    for size, to, of in zip(target.shape, target.stride(), source.stride(), strict=True):
+    for size, to, of in zip(sizes, to_strides, of_strides, strict=True):
         if size == 1:
             continue
         if dims and dims[-1][1:] == (size * to, size * of):

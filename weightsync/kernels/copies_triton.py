@@ -172,7 +172,7 @@ def _constants(kind: _Kind, is_spread: bool) -> dict[str, Any]:
 
 def _cut_into_grids(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
     """Cut a copy into grids of at most three dimensions. Return (kind, fields of the table, tiles) of each."""
-    *outer, (size, to, of) = collapse(target, source)
+    *outer, (size, to, of) = collapse(target.shape, target.stride(), source.stride())
     sizes = [target.element_size(), source.element_size()]
     addresses = [target.data_ptr(), source.data_ptr()]
     width = _COLUMNS[0]

@@ -1,0 +1,152 @@
+"""Changed words: found in pieces, written into regions, proven by a checksum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.kernels.changed_words import (
+    CHECKSUM,
+    GROUP,
+    NONE,
+    TILE,
+    ChangeFinder,
+    ChangeWriter,
+    Piece,
+    Region,
+    can_compare,
+    table_bytes,
+    words_of,
+)
+from weightsync.kernels.digest import SAMPLES, WHOLE
+
+WORDS = (10_000, 512, 5000, TILE, 6, 3 * GROUP - 2)
+FLOAT32 = (2, 4)
+"""The pieces whose new values are float32."""
+
+
+def noise(words: int, seed: int) -> torch.Tensor:
+    return torch.randn(words, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def some_pieces(share: float) -> tuple[list[Piece], list[torch.Tensor]]:
+    """Return pieces of which this share of the words has changed, and copies of their bases."""
+    pieces = []
+    for number, words in enumerate(WORDS):
+        base = noise(words, number)
+        draw = torch.Generator().manual_seed(100 + number)
+        new = base.clone()
+        new[torch.randperm(words, generator=draw)[: math.ceil(share * words)]] += 8
+        pieces.append(Piece(new.float() if number in FLOAT32 else new, base))
+    return pieces, [piece.base.clone() for piece in pieces]
+
+
+def regions_of(memory: Sequence[torch.Tensor]) -> list[Region]:
+    """Return two regions of each piece, cut in the middle of a tile."""
+    cuts = [(number, cut, tensor) for number, tensor in enumerate(memory) for cut in [len(tensor) // 3]]
+    halves = [(number, span, tensor) for number, cut, tensor in cuts for span in ((0, cut), (cut, len(tensor)))]
+    return [Region(n, first, end, own[first:end].view(torch.uint8)) for n, (first, end), own in halves if end > first]
+
+
+def check_all(share: float, sample: int, find: Callable[..., Any] | None = None, write: Any = None) -> int:
+    """Find and write the changed words of some pieces, by launches if they are given. Return the bytes of the body."""
+    pieces, memory = some_pieces(share)
+    groups = [pieces[:2], pieces[2:]]
+    finder = ChangeFinder(*groups)
+    writer = ChangeWriter(WORDS, regions := regions_of(memory))
+    if find is not None:
+        finder._launches, writer._launches = find(groups), write(writer._first_tiles, regions)
+    body = torch.full((table_bytes(finder.tiles) + 3 * TILE * finder.tiles,), 7, dtype=torch.uint8)
+    found = torch.zeros(2, dtype=torch.int64)
+    for group in range(2):
+        finder.find(group, body, found, sample)
+    nbytes, checksum = found.tolist()
+    body = body[: table_bytes(finder.tiles) + nbytes]
+    own, words = writer.check(body, sample).tolist()
+    assert (own ^ checksum) & CHECKSUM == 0
+    assert 3 * words == nbytes
+    writer.write(body)
+    for piece, tensor in zip(pieces, memory, strict=True):
+        assert torch.equal(piece.new.bfloat16().view(torch.int16), tensor.view(torch.int16))
+        assert torch.equal(piece.base.view(torch.int16), tensor.view(torch.int16))
+    return nbytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("sample", [NONE, WHOLE, 0, 1])
+def test_changed_words_are_found_and_written(share: float, sample: int):
+    nbytes = check_all(share, sample)
+    changed = sum(math.ceil(share * words) for words in WORDS)
+    assert nbytes >= 3 * changed
+    assert share == 1.0 or nbytes == 3 * changed
+
+
+def found_in(new: torch.Tensor, base: torch.Tensor, sample: int) -> tuple[torch.Tensor, int]:
+    finder = ChangeFinder([Piece(new, base)])
+    body, found = torch.zeros(table_bytes(finder.tiles) + 3 * len(new), dtype=torch.uint8), torch.zeros(2).long()
+    finder.find(0, body, found, sample)
+    return body[: table_bytes(finder.tiles) + int(found[0])], int(found[1])
+
+
+def test_a_damaged_body_has_another_checksum_or_number_of_words():
+    base = noise(3 * TILE, 1)
+    new = base.clone()
+    new[::97] += 1
+    memory = base.clone()
+    body, checksum = found_in(new, base, 5)  # the sample of no tile
+    writer = ChangeWriter([len(memory)], [Region(0, 0, len(memory), memory.view(torch.uint8))])
+    for at in range(len(body)):
+        damaged = body.clone()
+        damaged[at] += 1
+        own, words = writer.check(damaged, 5).tolist()
+        assert (own ^ checksum) & CHECKSUM or 3 * words != len(body) - table_bytes(3)
+    assert torch.equal(memory, noise(3 * TILE, 1))
+
+
+@pytest.mark.parametrize("sample", [WHOLE, *range(SAMPLES)])
+def test_a_word_that_differs_here_is_found_in_its_sample(sample: int):
+    base = noise(SAMPLES * TILE, 2)
+    new, memory = base.clone(), base.clone()
+    new[5] += 1
+    memory[3 * TILE + 17] += 1
+    body, checksum = found_in(new, base, sample)
+    own, _ = ChangeWriter([len(memory)], [Region(0, 0, len(memory), memory.view(torch.uint8))]).check(body, sample)
+    assert bool((int(own) ^ checksum) & CHECKSUM) == (sample in (WHOLE, 3))
+
+
+def test_changes_without_room_make_the_bases_equal_too():
+    base = noise(2 * TILE, 3)
+    new = -base
+    finder = ChangeFinder([Piece(new, base)])
+    body, found = torch.zeros(table_bytes(2) + 3000, dtype=torch.uint8), torch.zeros(2).long()
+    finder.find(0, body, found, NONE)
+    assert int(found[0]) > 3000
+    assert torch.equal(base, new)
+    assert not body[table_bytes(2) :].any()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1])
+def test_a_body_is_near_the_limit_of_indices_and_values(share: float):
+    base = torch.zeros(1 << 20, dtype=torch.bfloat16)
+    new = base.clone()
+    new[torch.rand(1 << 20, generator=torch.Generator().manual_seed(4)) < share] = 1
+    changed = int((new != 0).sum())
+    body, _ = found_in(new, base, NONE)
+    rate = changed / len(new)
+    entropy = -rate * math.log2(rate) - (1 - rate) * math.log2(1 - rate)
+    assert len(body) <= 1.2 * (len(new) * entropy + 16 * changed) / 8
+
+
+def test_pieces_that_can_be_compared_where_they_lie():
+    whole = torch.empty(8, 6, dtype=torch.bfloat16)
+    assert can_compare(whole, torch.bfloat16)
+    assert can_compare(whole.float(), torch.float16)
+    assert not can_compare(whole, torch.float16)
+    assert not can_compare(whole.t(), torch.bfloat16)
+    assert not can_compare(whole.view(-1)[:5], torch.bfloat16)
+    assert not can_compare(whole.view(-1)[1:5], torch.bfloat16)
+    assert [words_of(nbytes) for nbytes in (0, 1, 4, 6)] == [0, 2, 2, 4]

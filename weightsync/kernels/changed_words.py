@@ -1,0 +1,231 @@
+"""The changed 16-bit words of memory, found in one pass and written into another copy of it.
+
+A trainer compares its pieces with their bases, the bytes of the last push. It compacts the changed words into a body,
+and makes the bases equal. A worker has the same bytes, in regions at any addresses, and writes the changed words there.
+
+    body      counts, words
+    counts    for each group of 256 words: the number of changed words, 1 byte
+    words     for each tile of 4096 words: positions in groups, then the low bytes, then the high bytes of the new words
+
+A tile belongs to one piece. The tiles of a body are numbered through its pieces, in their order. A tile with a group of
+256 changed words, or with 255 in each group, has all of its words there. All of its counts are 255 then.
+
+A checksum proves the body and the bases. It is the sum of (new + 1) * weight over the words in the body. One tile in
+16, by turns, also adds the sum of new * weight over all of its words. So the unchanged words are proven too. Weights
+are odd, and depend on the tile and the place in it. The low 32 bits of the sum count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE
+
+TILE = 4096
+GROUP = 256
+GROUPS = TILE // GROUP
+NONE = -2
+"""The sample of a push without a proof of unchanged words."""
+CHECKSUM = 0xFFFFFFFF
+"""The bits of a checksum."""
+STEP_OF_PLACE, MIX = 0x9E3779B1, 0x85EBCA77
+"""The factors of a weight, which is made of a place in a tile."""
+
+
+class Piece(NamedTuple):
+    """A piece of a rank's bytes: `new` values, and the `base` with the same number of elements on the same device.
+
+    Both are contiguous. `base` has the dtype on the wire, and a multiple of 4 bytes. `new` has that dtype too, or
+    float32 for a base of 16-bit floats.
+    """
+
+    new: torch.Tensor
+    base: torch.Tensor
+
+
+class Region(NamedTuple):
+    """Words `first` to `end` of a piece, and their memory: contiguous, 1-D, uint8.
+
+    piece: the number of the piece.
+    """
+
+    piece: int
+    first: int
+    end: int
+    memory: torch.Tensor
+
+
+def can_compare(new: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether this tensor can be the `new` of a piece with this dtype on the wire."""
+    if not new.is_contiguous() or new.numel() * dtype.itemsize % 4 or new.data_ptr() % 4:
+        return False
+    casts = new.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
+    return new.dtype == dtype or casts
+
+
+def words_of(nbytes: int) -> int:
+    """Return the words of a piece of so many bytes, its padding to whole pairs of words included."""
+    return -(-nbytes // 4) * 2
+
+
+def tiles_of(words: Sequence[int]) -> int:
+    """Return the number of tiles of pieces with these numbers of words."""
+    return sum(-(-count // TILE) for count in words)
+
+
+def table_bytes(tiles: int) -> int:
+    """Return the bytes of a body before its words."""
+    return GROUPS * tiles
+
+
+class ChangeFinder:
+    """The comparison of pieces, in groups to be compared at different times. All groups write into one body.
+
+    tiles: the number of tiles of all groups.
+    """
+
+    def __init__(self, *groups: Sequence[Piece]) -> None:
+        self._groups = groups
+        words = [[_words(piece.base).numel() for piece in pieces] for pieces in groups]
+        self.tiles = sum(map(tiles_of, words))
+        self._launches: Any = None
+        if any(pieces[0].new.is_cuda for pieces in groups if pieces):
+            from weightsync.kernels.changed_words_triton import FindLaunches
+
+            self._launches = FindLaunches(groups)
+
+    def find(self, group: int, body: torch.Tensor, found: torch.Tensor, sample: int) -> None:
+        """Write the changed words of a group into the body, and make the bases equal.
+
+        body: uint8. Words without room in it are left out.
+        found: int64, zeros before the first group. The bytes of all changed words, whether or not they found room, and
+            the checksum are added.
+        sample: the number of the sample, `WHOLE`, or `NONE`.
+        """
+        if self._launches is not None:
+            self._launches.run(group, body, found, sample)
+            return
+        tile = sum(tiles_of([_words(piece.base).numel() for piece in pieces]) for pieces in self._groups[:group])
+        for new, base in self._groups[group]:
+            fresh, old = _words(new.to(base.dtype)), _words(base)
+            for these, those in zip(fresh.split(TILE), old.split(TILE), strict=True):
+                _find(these, those, tile, self.tiles, body, found, sample)
+                tile += 1
+            old.copy_(fresh)
+
+
+class ChangeWriter:
+    """The check and the writing of one body, into memory with the bytes of the pieces.
+
+    words: the number of words of each piece.
+    regions: of the pieces. They cover each word once.
+    """
+
+    def __init__(self, words: Sequence[int], regions: Sequence[Region]) -> None:
+        self._first_tiles = [tiles_of(words[:number]) for number in range(len(words) + 1)]
+        self.tiles = self._first_tiles[-1]
+        self._regions = regions
+        self._launches: Any = None
+        if regions and regions[0].memory.is_cuda:
+            from weightsync.kernels.changed_words_triton import WriteLaunch
+
+            self._launches = WriteLaunch(self._first_tiles, regions)
+
+    def check(self, body: torch.Tensor, sample: int) -> torch.Tensor:
+        """Return an int64 tensor: the checksum of the body over the memory as it is, and the number of changed words.
+
+        On a GPU the work is queued on the current stream.
+        """
+        sums, ends = torch.zeros(2, dtype=torch.int64, device=body.device), self._ends(body)
+        sums[1:] += ends[-1:]
+        self._run(body, ends, sums, sample, writes=False)
+        return sums
+
+    def write(self, body: torch.Tensor) -> None:
+        """Write the changed words. On a GPU the work is queued on the current stream."""
+        self._run(body, self._ends(body), torch.zeros(2, dtype=torch.int64, device=body.device), NONE, writes=True)
+
+    def _ends(self, body: torch.Tensor) -> torch.Tensor:
+        """Return for each tile the number of changed words up to its end."""
+        counts = body[: table_bytes(self.tiles)].view(-1, GROUPS)
+        is_full = (counts.view(torch.int64) == -1).all(1)
+        return torch.where(is_full, TILE, counts.sum(1, dtype=torch.int64)).cumsum(0)
+
+    def _run(self, body: torch.Tensor, ends: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
+        if self._launches is not None:
+            self._launches.run(body, ends, sums, sample, writes)
+            return
+        for region in self._regions:
+            memory, begin = _words(region.memory), self._first_tiles[region.piece]
+            for tile in range(begin + region.first // TILE, begin + -(-region.end // TILE)):
+                at, new = _read(body, tile, self.tiles, int(ends[tile]))
+                first = (tile - begin) * TILE - region.first  # of the tile, in the region
+                inside = (at + first >= 0) & (at + first < memory.numel())
+                at, new = at[inside], new[inside]
+                if writes:
+                    memory[at + first] = new
+                    continue
+                sums[0] += _checksum(tile, at, _unsigned(new) + 1)
+                if sample in (WHOLE, tile % SAMPLES):
+                    whole = torch.arange(max(-first, 0), min(TILE, memory.numel() - first))
+                    sums[0] += _checksum(tile, whole, _unsigned(memory[whole + first]))
+                    sums[0] += _checksum(tile, at, _unsigned(new) - _unsigned(memory[at + first]))
+
+
+def _find(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    tile: int,
+    tiles: int,
+    body: torch.Tensor,
+    found: torch.Tensor,
+    sample: int,
+) -> None:
+    """Write the changed words of one tile. The launch on a GPU does the same for all tiles at once."""
+    padded = torch.zeros(TILE, dtype=torch.int16)
+    padded[: len(new)] = new
+    entry = torch.zeros(TILE, dtype=torch.bool)
+    entry[: len(new)] = new != old
+    counts = entry.view(GROUPS, GROUP).sum(1)
+    is_full = counts.max() == GROUP or counts.min() == GROUP - 1
+    at = torch.arange(TILE) if is_full else entry.nonzero().view(-1)
+    words, start = table_bytes(tiles), int(found[0])
+    body[tile * GROUPS :][:GROUPS] = GROUP - 1 if is_full else counts.to(torch.uint8)
+    found[0] += 3 * len(at)
+    if words + start + 3 * len(at) <= body.numel():
+        value = _unsigned(padded[at])
+        body[words + start :][: 3 * len(at)] = torch.cat([at % GROUP, value & 0xFF, value >> 8]).to(torch.uint8)
+    own = at[at < len(new)]
+    found[1] += _checksum(tile, own, _unsigned(new[own]) + 1)
+    if sample in (WHOLE, tile % SAMPLES):
+        found[1] += _checksum(tile, torch.arange(len(new)), _unsigned(new))
+
+
+def _read(body: torch.Tensor, tile: int, tiles: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions in a tile and the new words. Return none if they do not lie in the body."""
+    counts = body[tile * GROUPS :][:GROUPS].long()
+    if counts.min() == GROUP - 1:
+        counts = torch.full_like(counts, GROUP)
+    count, words = int(counts.sum()), body[table_bytes(tiles) :]
+    if 3 * end > words.numel():
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int16)
+    places, low, high = words[3 * (end - count) :][: 3 * count].long().view(3, count)
+    return torch.arange(GROUPS).repeat_interleave(counts) * GROUP + places, (low | high << 8).to(torch.int16)
+
+
+def _checksum(tile: int, at: torch.Tensor, values: torch.Tensor) -> int:
+    mixed = at * STEP_OF_PLACE & CHECKSUM
+    weight = ((mixed ^ (mixed >> 15)) * MIX & CHECKSUM) | 1
+    total = int((values * weight & 0xFFFFFFFF).sum()) & 0xFFFFFFFF
+    return total * (tile * GOLDEN | 1) & CHECKSUM
+
+
+def _words(memory: torch.Tensor) -> torch.Tensor:
+    return memory.view(-1).view(torch.int16)
+
+
+def _unsigned(words: torch.Tensor) -> torch.Tensor:
+    return words.long() & 0xFFFF

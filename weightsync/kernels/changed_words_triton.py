@@ -1,0 +1,381 @@
+"""The launches of `changed_words` on a GPU.
+
+A comparison has two launches. The first reads everything, and leaves a mask of the changed words of each tile. The
+second takes the lowest bit of each mask, until none is left. A program of the writing is for the changed words of a
+tile in one region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from weightsync.kernels.changed_words import GROUP, GROUPS, MIX, STEP_OF_PLACE, TILE, Piece, Region, table_bytes
+from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
+
+_FIELDS = 4
+_VECTOR_BYTES = 16
+_COMPARE_WARPS = 4
+_ENTRIES, _WRITE_WARPS = 64, 1
+"""Changed words per step of a program of the writing, and its warps."""
+_CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class _Kind(NamedTuple):
+    """The common properties of the pieces of one launch.
+
+    casts: the dtype of the base, if the new values are float32.
+    aligned: whether both sides may be read 16 bytes at a time.
+    """
+
+    casts: Any
+    aligned: bool
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weight(at, by_place: tl.constexpr, mixes: tl.constexpr):  # type: ignore[no-untyped-def]
+    mixed = at.to(tl.uint32) * by_place
+    return ((mixed ^ (mixed >> 15)) * mixes) | 1
+
+
+@triton.jit
+def _bits(mask):  # type: ignore[no-untyped-def]
+    """Return the number of set bits among the lowest 8."""
+    pairs = mask - ((mask >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return ((fours + (fours >> 4)) & 0xF).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _new_words(source, at, inside, casts: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return new 16-bit words, by number, as unsigned 32-bit integers."""
+    if casts is None:
+        word = tl.load(source.to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0)
+    else:
+        value = tl.load(source.to(tl.pointer_type(tl.float32)) + at, mask=inside, other=0.0)
+        word = value.to(casts).to(tl.uint16, bitcast=True)
+    return word.to(tl.uint32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _new_pairs(source, pair, inside, casts: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return pairs of new words, by number."""
+    if casts is None:
+        both = source.to(tl.pointer_type(tl.uint32))
+        if aligned:
+            both = tl.multiple_of(both, 16)
+        new = tl.load(both + pair, mask=inside, other=0)
+    else:
+        new = _new_words(source, 2 * pair, inside, casts) | (_new_words(source, 2 * pair + 1, inside, casts) << 16)
+    return new
+
+
+@triton.jit(do_not_specialize=["begin", "first_tile", "tiles", "sample"])  # type: ignore[untyped-decorator]
+def _compare(  # type: ignore[no-untyped-def]
+    table,
+    tile_of_program,
+    piece_of_tile,
+    body,
+    found,
+    masks,
+    counts,
+    begin,
+    first_tile,
+    sample,
+    casts: tl.constexpr,
+    aligned: tl.constexpr,
+    fields: tl.constexpr,
+    groups: tl.constexpr,
+    group: tl.constexpr,
+    samples: tl.constexpr,
+    whole: tl.constexpr,
+    golden: tl.constexpr,
+    by_place: tl.constexpr,
+    mixes: tl.constexpr,
+):
+    tile = tl.load(tile_of_program + begin + tl.program_id(0))
+    piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
+    first = (tile - tl.load(piece + 3)) * (groups * group)
+    pairs = (tl.load(piece + 2) - first) >> 1
+    source = tl.load(piece) + first * (2 if casts is None else 4)
+    base = (tl.load(piece + 1) + first * 2).to(tl.pointer_type(tl.uint32))
+    if aligned:
+        base, pairs = tl.multiple_of(base, 16), tl.multiple_of(pairs, 4)
+    # A thread reads the 4 pairs of a mask at once.
+    per_group: tl.constexpr = group // 8
+    number = tl.arange(0, groups * per_group)
+    own_pair = tl.arange(0, 4)[None, :]
+    pair = number[:, None] * 4 + own_pair
+    inside = pair < pairs
+    old = tl.load(base + pair, mask=inside, other=0)
+    new = _new_pairs(source, pair, inside, casts, aligned)
+    differs = new ^ old
+    # The highest bit of each half with any bit: the addition carries into it from the lower ones.
+    halves = (((differs & 0x7FFF7FFF) + 0x7FFF7FFF) | differs) & 0x80008000
+    wide_mask = tl.sum(halves >> (15 - own_pair).to(tl.uint32), axis=1)
+    mask = (wide_mask | (wide_mask >> 12)) & 0xFF  # bits of the low halves, then of the high halves
+    tl.store(base + pair, new, mask=inside & (mask != 0)[:, None])
+    of_group = tl.sum(tl.reshape(_bits(mask), [groups, per_group]), axis=1)
+    is_full = (tl.max(of_group, axis=0) == group) | (tl.min(of_group, axis=0) == group - 1)
+    of_group = tl.where(is_full, group - 1, of_group)
+    mask = tl.where(is_full, 0xFF, mask)
+    at = (tile - first_tile).to(tl.int64)
+    tl.store(masks + at * (groups * per_group) + number, mask.to(tl.uint8))
+    tl.store(counts + at, tl.where(is_full, groups * group, tl.sum(of_group, axis=0)))
+    tl.store(body + tile.to(tl.int64) * groups + tl.arange(0, groups), of_group.to(tl.uint8))
+    if (tile % samples == sample) | (sample == whole):
+        values = (new & 0xFFFF) * _weight(2 * pair, by_place, mixes)
+        values += (new >> 16) * _weight(2 * pair + 1, by_place, mixes)
+        checksum = tl.sum(tl.sum(values, axis=1), axis=0)
+        tl.atomic_add(found + 1, checksum.to(tl.int64) * (tile.to(tl.int64) * golden | 1), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["masks", "begin", "first_tile", "tiles", "room"])  # type: ignore[untyped-decorator]
+def _collect(  # type: ignore[no-untyped-def]
+    table,
+    tile_of_program,
+    piece_of_tile,
+    body,
+    found,
+    masks,
+    ends,
+    begin,
+    first_tile,
+    tiles,
+    room,
+    casts: tl.constexpr,
+    fields: tl.constexpr,
+    groups: tl.constexpr,
+    group: tl.constexpr,
+    golden: tl.constexpr,
+    by_place: tl.constexpr,
+    mixes: tl.constexpr,
+):
+    tile = tl.load(tile_of_program + begin + tl.program_id(0))
+    at_tile = (tile - first_tile).to(tl.int64)
+    end = tl.load(ends + at_tile)
+    before = tl.load(ends + at_tile - 1, mask=at_tile > 0, other=0)
+    count = end - before
+    if count > 0:
+        piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
+        first = (tile - tl.load(piece + 3)) * (groups * group)
+        words = tl.load(piece + 2) - first
+        source = tl.load(piece) + first * (2 if casts is None else 4)
+        start = tl.load(found) + 3 * before
+        to = body + groups * tiles + start
+        rows = masks.to(tl.pointer_type(tl.uint32)) + at_tile * (groups * group // 32)
+        total = tl.zeros([32], dtype=tl.uint32)
+        for first_row in range(0, groups * group // 32, 32):
+            row = first_row + tl.arange(0, 32)
+            mask = tl.load(rows + row)
+            own = _bits(mask) + _bits(mask >> 8) + _bits(mask >> 16) + _bits(mask >> 24)
+            up_to = tl.cumsum(own, axis=0)
+            place = to + (up_to - own)
+            fits = start + 3 * count + 0 * row <= room
+            for _ in range(tl.max(own, axis=0)):
+                is_left = mask != 0
+                lowest = mask & (~mask + 1)
+                bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
+                at = row * 32 + (bit & 24) + 2 * (bit & 3) + ((bit >> 2) & 1)
+                is_word = is_left & (at < words)
+                word = _new_words(source, at, is_word, casts)
+                tl.store(place, (at & (group - 1)).to(tl.uint8), mask=is_left & fits)
+                tl.store(place + count, word.to(tl.uint8), mask=is_left & fits)
+                tl.store(place + 2 * count, (word >> 8).to(tl.uint8), mask=is_left & fits)
+                total += tl.where(is_word, (word + 1) * _weight(at, by_place, mixes), 0)
+                mask &= mask - 1
+                place += 1
+            to += tl.sum(own, axis=0)
+        factor = tile.to(tl.int64) * golden | 1
+        tl.atomic_add(found + 1, tl.sum(total, axis=0).to(tl.int64) * factor, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tiles", "room", "sample"])  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    table,
+    jobs,
+    body,
+    ends,
+    sums,
+    tiles,
+    room,
+    sample,
+    writes: tl.constexpr,
+    entries: tl.constexpr,
+    fields: tl.constexpr,
+    groups: tl.constexpr,
+    group: tl.constexpr,
+    samples: tl.constexpr,
+    whole: tl.constexpr,
+    golden: tl.constexpr,
+    by_place: tl.constexpr,
+    mixes: tl.constexpr,
+):
+    job = jobs + tl.program_id(0).to(tl.int64) * 2
+    tile, own = tl.load(job), tl.load(job + 1)
+    end = tl.load(ends + tile)
+    counts = tl.load(body + tile.to(tl.int64) * groups + tl.arange(0, groups)).to(tl.int32)
+    region = table + own.to(tl.int64) * fields
+    begin = (tile - tl.load(region + 3)) * (groups * group)  # of the tile, in its piece
+    low, high = tl.load(region + 1) - begin, tl.load(region + 2) - begin
+    memory = tl.load(region).to(tl.pointer_type(tl.uint16)) + begin
+    counts = tl.where(tl.min(counts, axis=0) == group - 1, group, counts)
+    up_to = tl.cumsum(counts, axis=0)
+    count = tl.sum(counts, axis=0)
+    is_sampled = (tile % samples == sample) | (sample == whole)
+    if 3 * end <= room:
+        total = tl.zeros([entries], dtype=tl.uint32)
+        words = body + groups * tiles + 3 * (end - count)
+        for from_entry in range(0, count, entries):
+            number = from_entry + tl.arange(0, entries)
+            valid = number < count
+            at = tl.load(words + number, mask=valid, other=0).to(tl.int32)
+            word = tl.load(words + count + number, mask=valid, other=0).to(tl.uint32)
+            word |= tl.load(words + 2 * count + number, mask=valid, other=0).to(tl.uint32) << 8
+            at += tl.sum((up_to[:, None] <= number[None, :]).to(tl.int32), axis=0) * group
+            valid = valid & (at >= low) & (at < high)
+            if writes:
+                tl.store(memory + at, word.to(tl.uint16), mask=valid)
+            else:
+                value = word + 1
+                if is_sampled:
+                    value += word - tl.load(memory + at, mask=valid, other=0).to(tl.uint32)
+                total += tl.where(valid, value * _weight(at, by_place, mixes), 0)
+        if not writes:
+            checksum = tl.sum(total, axis=0)
+            if is_sampled:
+                for row in range(groups):
+                    place = row * group + tl.arange(0, group)
+                    old = tl.load(memory + place, mask=(place >= low) & (place < high), other=0).to(tl.uint32)
+                    checksum += tl.sum(old * _weight(place, by_place, mixes), axis=0)
+            if is_sampled | (count > 0):
+                factor = tile.to(tl.int64) * golden | 1
+                tl.atomic_add(sums, checksum.to(tl.int64) * factor, sem="relaxed")
+
+
+_CONSTANTS = {
+    "fields": _FIELDS,
+    "groups": GROUPS,
+    "group": GROUP,
+    "golden": signed(GOLDEN),
+    "by_place": STEP_OF_PLACE,
+    "mixes": MIX,
+}
+
+
+_SAMPLES = {"samples": SAMPLES, "whole": WHOLE}
+
+
+class FindLaunches:
+    """The pieces of all groups in one table on the GPU, and one launch for each kind of a group."""
+
+    def __init__(self, groups: Sequence[Sequence[Piece]]) -> None:
+        pieces = [piece for group in groups for piece in group]
+        self._device = pieces[0].new.device
+        self._keep_alive = pieces
+        nbytes = np.array([piece.base.numel() * piece.base.element_size() for piece in pieces], dtype=np.int64)
+        counts = -(-(nbytes // 2) // TILE)
+        firsts = counts.cumsum() - counts
+        addresses = np.array([(piece.new.data_ptr(), piece.base.data_ptr()) for piece in pieces], dtype=np.int64)
+        of_tile = np.arange(len(pieces), dtype=np.int32).repeat(counts)
+        kinds = [*map(_kind, pieces)]
+        ends = [*accumulate(map(len, groups), initial=0)]
+        of_group = np.append(firsts, counts.sum())[ends]  # the first tile of each group
+        self._bounds = of_group.tolist()
+        self._table = self._on_gpu(np.column_stack([addresses, nbytes // 2, firsts]))
+        self._piece_of_tile = self._on_gpu(of_tile)
+        self._launches = []
+        for kind in dict.fromkeys(kinds):
+            own = np.array([each == kind for each in kinds])[of_tile].nonzero()[0]
+            bounds = np.searchsorted(own, of_group).tolist()
+            self._launches.append((self._on_gpu(own.astype(np.int32)), bounds, kind))
+            _load_comparison(self._device, kind)
+        self._tiles = len(of_tile)
+
+    def run(self, group: int, body: torch.Tensor, found: torch.Tensor, sample: int) -> None:
+        first, last = self._bounds[group : group + 2]
+        if first == last:
+            return
+        masks = torch.empty((last - first) * TILE // 8, dtype=torch.uint8, device=self._device)
+        counts = torch.empty(last - first, dtype=torch.int32, device=self._device)
+        room = body.numel() - table_bytes(self._tiles)
+        with torch.cuda.device(self._device):
+            for tiles, bounds, kind in self._launches:
+                begin, end = bounds[group : group + 2]
+                if begin < end:
+                    tables = self._table, tiles, self._piece_of_tile, body, found, masks, counts
+                    constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
+                    _compare[(end - begin,)](*tables, begin, first, sample, **constants)
+            ends = counts.cumsum(0)
+            for tiles, bounds, kind in self._launches:
+                begin, end = bounds[group : group + 2]
+                if begin < end:
+                    places = self._table, tiles, self._piece_of_tile, body, found, masks.data_ptr(), ends
+                    numbers = begin, first, self._tiles, room
+                    _collect[(end - begin,)](*places, *numbers, casts=kind.casts, num_warps=1, **_CONSTANTS)
+            found[0] += 3 * ends[-1]
+
+    def _on_gpu(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+
+@cache
+def _load_comparison(device: torch.device, kind: _Kind) -> None:
+    """Compile the kernels, and load them into the GPU by launches without words. See `copies_triton._load`."""
+    with torch.cuda.device(device):
+        table, tiles, body = (
+            torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8)
+        )
+        tables = table, tiles, tiles, body, table
+        constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
+        _compare[(1,)](*tables, body, tiles, 0, 0, 0, **constants)
+        numbers = body.data_ptr(), table, 0, 0, 1, 0
+        _collect[(1,)](*tables, *numbers, casts=kind.casts, num_warps=1, **_CONSTANTS)
+        tiles[:1].cumsum(0)
+
+
+@cache
+def _load_writing(device: torch.device) -> None:
+    with torch.cuda.device(device):
+        table, jobs, body = (torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8))
+        for writes in (False, True):
+            constants = {"writes": writes, "entries": _ENTRIES, **_SAMPLES, **_CONSTANTS, "num_warps": _WRITE_WARPS}
+            _write[(1,)](table, jobs, body, table, table, 1, 0, 0, **constants)
+
+
+def _kind(piece: Piece) -> _Kind:
+    casts = _CASTS[piece.base.dtype] if piece.new.dtype != piece.base.dtype else None
+    nbytes = piece.base.numel() * piece.base.element_size()
+    return _Kind(casts, not any(n % _VECTOR_BYTES for n in (piece.new.data_ptr(), piece.base.data_ptr(), nbytes)))
+
+
+class WriteLaunch:
+    """The regions in a table on the GPU, and the jobs: each a tile, and a region with words of it."""
+
+    def __init__(self, first_tiles: Sequence[int], regions: Sequence[Region]) -> None:
+        self._device, self._keep_alive = regions[0].memory.device, regions
+        rows = np.array([(each.piece, each.first, each.end, each.memory.data_ptr()) for each in regions], np.int64)
+        piece, first, end, address = rows.T
+        tile = np.array(first_tiles, dtype=np.int64)[piece]
+        counts = -(-end // TILE) - first // TILE
+        of_job = np.arange(len(regions)).repeat(counts)
+        tiles = np.arange(counts.sum()) - (counts.cumsum() - counts - first // TILE - tile)[of_job]
+        # The address of the piece's first word, if the piece lay there as a whole.
+        table = np.column_stack([address - 2 * first, first, end, tile])
+        self._table = torch.from_numpy(table).to(self._device)
+        self._jobs = torch.from_numpy(np.column_stack([tiles, of_job]).astype(np.int32)).to(self._device)
+        self._tiles = first_tiles[-1]
+        _load_writing(self._device)
+
+    def run(self, body: torch.Tensor, ends: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
+        tables, room = (self._table, self._jobs, body, ends, sums), body.numel() - table_bytes(self._tiles)
+        constants = {"writes": writes, "entries": _ENTRIES, **_SAMPLES, **_CONSTANTS, "num_warps": _WRITE_WARPS}
+        with torch.cuda.device(self._device):
+            _write[(len(self._jobs),)](*tables, self._tiles, room, sample, **constants)
