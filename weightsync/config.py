@@ -20,6 +20,7 @@ Verify = Literal["sampled", "full", "none"]
 Quantize = Literal["fp8", "int8"]
 OnEngineFailure = Literal["raise", "drop"]
 Encoding = Literal["auto", "delta"]
+EncodingBase = Literal["device", "host"]
 NonFinite = Literal["warn", "refuse", "ignore"]
 
 _Bytes = Annotated[int, Meta(description='it must be a whole number of bytes, such as 67108864 or "64MiB"')]
@@ -68,6 +69,7 @@ class WeightSyncConfig:
     quantize: Quantize | None = None
     on_engine_failure: OnEngineFailure | None = None
     encoding: Encoding | None = None
+    encoding_base: EncodingBase | None = None
     non_finite: NonFinite | None = None
     progress: _Switch | None = None
     ranks: Literal["alone"] | None = None
@@ -84,6 +86,8 @@ class WeightSyncConfig:
             except ValidationError:
                 raise ConfigError(f"{name}={given!r}; {_expected(kind)}{_HINTS.get(name, '')}") from None
         read_selection(self.selection)
+        if self.encoding_base is not None and self.encoding is None:
+            raise ConfigError(f"encoding_base={self.encoding_base!r} has no effect without an encoding: leave it out")
 
 
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)

@@ -21,6 +21,7 @@ from weightsync.config import (
     BackendName,
     BucketerName,
     Encoding,
+    EncodingBase,
     NonFinite,
     OnEngineFailure,
     Pause,
@@ -48,7 +49,17 @@ from weightsync.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 _SHARED_BY_RANKS = (
-    *("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "non_finite", "rolling"),
+    *(
+        "backend",
+        "transport",
+        "verify",
+        "quantize",
+        "on_engine_failure",
+        "encoding",
+        "encoding_base",
+        "non_finite",
+        "rolling",
+    ),
 )
 """Options used by every rank, and compared. `selection` is used but not compared: later errors name differing
 tensors."""
@@ -122,9 +133,9 @@ class WeightSync:
             other engines stay paused and `POISONED`. After `leave_out_lost()`, the next push goes to the other engines
             alone. "drop" pushes again at once to the other engines. A stream's iterator is used up, so "drop" then
             raises. `PushReport.left_out` names the lost engines. Later pushes include lost engines that answer again.
-        encoding: The form of the bytes, for transport="broadcast" with trainer and engines on CPUs. "delta" sends the
-            changes since the last push. "auto" sends the changes when this is faster over the link. Both ends keep the
-            bytes of the last push: see docs/use/slow-links.md. None: all bytes travel.
+        encoding: The form of the bytes, for transport="broadcast". "delta" sends the changes since the last push,
+            "auto" when this is faster. The trainer keeps the last push: see docs/use/slow-links.md. None: all bytes.
+        encoding_base: The memory of a GPU trainer for the last push. "device", the default, or "host", pinned.
         non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes such tensors and logs their
             names once the engines generate again. "warn" checks all CPU tensors in each push. All GPU tensors are
             checked in the first push, then another sixteenth. "refuse" checks all tensors, and raises `NonFiniteError`
@@ -155,6 +166,7 @@ class WeightSync:
         quantize: Quantize | None = None,
         on_engine_failure: OnEngineFailure | None = None,
         encoding: Encoding | None = None,
+        encoding_base: EncodingBase | None = None,
         non_finite: NonFinite | None = None,
         progress: bool | None = None,
         ranks: Literal["alone"] | ProcessGroup | None = None,

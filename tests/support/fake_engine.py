@@ -190,9 +190,16 @@ def fail_once_after(receiver: Any, chunk: int) -> None:
         del receiver.run
         plan = receiver._plan
         fail_once_copied(plan._paths[0], min(chunk, plan._arrivals.chunks(not plan.is_committed)[-1]))
+        if (changed := plan.changed) is not None:
+            changed.write = functools.partial(write_and_fail, changed.write)
         return run(go, *args)
 
     receiver.run = run_and_fail
+
+
+def write_and_fail(write: Any) -> None:
+    write()
+    raise MemoryError("no memory left for these changes")
 
 
 def fail_once_copied(in_place: Any, chunk: int) -> None:

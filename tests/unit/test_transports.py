@@ -266,7 +266,7 @@ def test_runs_that_lie_in_no_slot_are_a_protocol_error(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
 ):
     fields = {"runs": [], "slot_bytes": 8, "senders": [0], "slots": 2, "onward": None, "before": [], "after": []}
-    fields |= {"encoders": [], "origins": [], "pushes": 0}
+    fields |= {"encoders": [], "by_words": False, "origins": [], "pushes": 0}
     monkeypatch.setattr(members, "TcpLinks", mock.Mock())
     receiver = NcclReceiver(CPU)
     receiver.meet(INVITATION, Deadline(1))
@@ -296,7 +296,14 @@ def test_a_worker_that_passes_chunks_on_says_whom_its_gpu_may_wait_for(monkeypat
     receiver = NcclReceiver(CPU)
     receiver.meet(INVITATION, Deadline(1))
     fields = {"runs": [], "slot_bytes": 8, "senders": [1], "slots": 2, "onward": 3}
-    fields |= {"before": ["worker 0"], "after": ["worker 2"], "encoders": [], "origins": [], "pushes": 0}
+    fields |= {
+        "before": ["worker 0"],
+        "after": ["worker 2"],
+        "encoders": [],
+        "by_words": False,
+        "origins": [],
+        "pushes": 0,
+    }
     receiver.connect([], fields, lambda seconds: None, Deadline(1))
     assert receiver.waiting_for == ["worker 0", "worker 2"]
 

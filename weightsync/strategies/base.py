@@ -30,7 +30,7 @@ from weightsync.worker.engine_model import DRAFTER
 
 logger = logging.getLogger(__name__)
 
-OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "rolling")
+OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "encoding_base", "rolling")
 """Options with an effect only on pushes that copy weights."""
 
 

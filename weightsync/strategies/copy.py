@@ -92,7 +92,7 @@ class CopyWeights(FleetStrategy):
                 "tensors once. CheckpointTransport(folder), and any other transport object, has one transfer for all "
                 'engines. With pause="caller" all engines are paused throughout'
             )
-        self._sessions = Sessions(transport, another, options.encoding, self._rolling)
+        self._sessions = Sessions(transport, another, options.encoding, options.encoding_base, self._rolling)
         self._updated: list[str] = []  # on rank 0: the names of engines with the version of the push under way
         given = renamed(SteadySource(options.source), options.selection)
         self._finite = FiniteCheck(options.non_finite, given, isinstance(options.source, StreamSource))
@@ -145,6 +145,8 @@ class CopyWeights(FleetStrategy):
             if push.sessions:
                 self._finite.begin(push.left_out)  # while the engines pause: later, workers on the same GPU would wait
                 self._memory.begin(push.version)
+                for session in push.sessions:
+                    session.transport.begin_send(session.sample)
         self._is_touched = True
         if not push.sessions:
             return None

@@ -168,6 +168,7 @@ class Sessions:
         transport: Transport,
         another: Callable[[], Transport] | None = None,
         encoding: str | None = None,
+        encoding_base: str | None = None,
         of_one: bool = False,
     ) -> None:
         """Connect engines over `transport`, or each session over a transport of `another`.
@@ -181,7 +182,8 @@ class Sessions:
                 f"encoding={encoding!r}; encodings of transport {transport.name!r}: "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}"
             )
-        self._transport, self._another, self._encoding, self._of_one = transport, another, encoding, of_one
+        self._transport, self._another, self._of_one = transport, another, of_one
+        self._encoding = encoding, encoding_base
         self.negotiated: list[TransferSession] = []
         self.again: list[TransferPlan] = []
         self._joining: list[Transport] = []  # the transport of the session under negotiation
@@ -251,7 +253,7 @@ class Sessions:
     def begin(self, again: Transport | None = None) -> Transport:
         """Return the transport for a new session. `again`: one to reuse."""
         transport = again or (self._transport if self._another is None else self._another())
-        transport.claim(self, self._encoding)
+        transport.claim(self, *self._encoding)
         self._joining = [transport]
         return transport
 

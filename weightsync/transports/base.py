@@ -8,6 +8,7 @@
         every rank      connect      link with the workers, while `TransportReceiver.connect` runs on each of them
     every push
         every rank      prepare_push publish and digest the bytes that workers read in place, before any worker reads
+        every rank      begin_send   begin the part of `send` without workers
         every rank      send         send this rank's part of the plan, chunk by chunk; the transport sets the pace
         every worker    chunks       yield the same chunks in the same order, as each becomes readable
         rank 0          on_commit    note that every worker has loaded the version
@@ -24,7 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -94,6 +95,21 @@ class Endpoint:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+class Changes(NamedTuple):
+    """The changed words in one rank's runs of some chunks.
+
+    chunks: the numbers of the chunks.
+    rank: the trainer rank.
+    body: see `kernels.changed_words`. Its pieces are the rank's pieces of these chunks, in their order.
+    checksum: of the body, over the bytes of the last push.
+    """
+
+    chunks: Sequence[int]
+    rank: int
+    body: torch.Tensor
+    checksum: int
+
+
 @dataclass(frozen=True)
 class RouteRequest:
     """The machines of both ends, and the bytes to move between them.
@@ -131,13 +147,15 @@ class Transport(ABC):
     """The encoding of the bytes on the wire, known before `route`. None: unencoded."""
     keeps_runs: bool = False
     """Whether the workers have the bytes of the last push at their places in the next plan, known before `prepare`."""
+    encoding_base: str | None = None
+    """The memory for the last push's bytes of GPU tensors: "host", or else the GPU."""
     sent_bytes: int = 0
     """Bytes sent by this rank's last `send`. Zero if workers read them themselves."""
     newest_version: int = 0
     """The newest version that outlives engines. Rank 0 sets it in `prepare`. A push must have a newer version."""
     _owner: object = None
 
-    def claim(self, owner: object, encoding: str | None) -> None:
+    def claim(self, owner: object, encoding: str | None, encoding_base: str | None = None) -> None:
         """Use the transport for `owner` alone, with this encoding, until `release`.
 
         Raises:
@@ -145,7 +163,7 @@ class Transport(ABC):
         """
         if self._owner not in (None, owner):
             raise ConfigError("another WeightSync uses the transport: close the other, or use another transport")
-        self._owner, self.encoding = owner, encoding
+        self._owner, self.encoding, self.encoding_base = owner, encoding, encoding_base
 
     def release(self) -> None:
         """Abort, and let another owner claim the transport."""
@@ -234,6 +252,13 @@ class Transport(ABC):
         """
         return 0
 
+    def begin_send(self, sample: int | None) -> None:
+        """Begin the part of `send` without workers, while engines pause.
+
+        Every rank calls it, at most once in a push, before `send`. The push may still end without `send`.
+        """
+        return
+
     def drop_workers(self, workers: Collection[int]) -> bool:
         """Send nothing to these workers from now on. Their engines have left. Every rank calls it, rank 0 first.
 
@@ -273,6 +298,8 @@ class TransportReceiver(ABC):
     """The transport's name in messages. The engine's worker sets it."""
     copy_programs: int | None = None
     """Most GPU programs of a kernel that copies out of a chunk. More would delay the transport's own kernels."""
+    sends_changes: bool = False
+    """Whether pushes may bring `changes` in place of chunks, known after `connect`."""
     waiting_for: Sequence[str] = ("trainer ranks",)
     """Peers that a GPU may wait for when chunks come late, as named in errors, the nearest first."""
 
@@ -310,6 +337,27 @@ class TransportReceiver(ABC):
 
         The bytes of a chunk are valid once `chunks` has yielded its number.
         """
+
+    def keep_runs(self, numbers: Collection[int]) -> None:
+        """Keep the bytes of these chunks from push to push, in memory of their own. `changes` needs them.
+
+        Called after `connect`, and before `storage`, if `sends_changes`.
+        """
+        return
+
+    def changes(
+        self,
+        numbers: Sequence[int],
+        wait: Wait,
+        deadline: Callable[[], Deadline],
+        arrived: Callable[[Changes], object],
+    ) -> bool:
+        """Receive the changes since the last push. Return False if `chunks` yields everything.
+
+        Every push calls it first, if `sends_changes`. Blocks until all changes have arrived. On a GPU, later work on
+        the current stream can read the bodies given to `arrived`. The other arguments are as in `chunks`.
+        """
+        return False
 
     @abstractmethod
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:

@@ -16,15 +16,14 @@ Sends and receives follow the order of the plan, and so pace each other. A worke
 worker has loaded the slot's chunk and passed it on. A worker waits only for earlier chunks, or for the same chunk on an
 earlier member of the chain. So waits form no cycle.
 
-With an `encoding`, a worker keeps each chunk until the next push, in the chunk's own slot. Each rank begins a push with
-one byte along each chain. This byte says whether the rank sends messages (encoding.py) or plain runs of bytes.
+With an `encoding`, each rank begins a push with one byte along each chain. On CPUs it says whether the rank sends
+messages (encoding.py) or plain runs of bytes. A worker keeps each chunk until the next push, in the chunk's own slot.
+On GPUs it says whether all ranks send changed words (changes.py). Plain runs follow if these find no room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -39,31 +38,25 @@ from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports.base import (
-    FIRST_USES,
     SLOTS,
+    Changes,
     Endpoint,
     LocalTensors,
     RouteRequest,
     Transport,
     TransportReceiver,
     Wait,
+    align,
 )
+from weightsync.transports.changes import HEAD_BYTES, WHOLE, parts_of, read_head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
-from weightsync.transports.encoding import Encoder, ReceiveBuffers, drop_digests, length, read
+from weightsync.transports.encoding import ReceiveBuffers, drop_digests, length, read
 from weightsync.transports.members import check_machines, kind_of, meet, route_chains, wait_unless_aborted
-from weightsync.transports.staging import Layout, Packer, endpoint, receive_layout, send_layout, slot_bytes, still_open
-
-_AHEAD = 8
-"""Most GPU operations in flight before the host waits for the oldest. The stream orders them.
-
-Without a bound the host would notice a member's death late.
-"""
+from weightsync.transports.nccl_sender import AHEAD, COPY_PROGRAMS, ChangeSender, MessageSender, Sender, keys_of
+from weightsync.transports.staging import Layout, endpoint, receive_layout, send_layout, still_open
 
 _LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
 """Smallest chunks that workers pass on. Smaller ones cost more processor time than they save."""
-
-_COPY_PROGRAMS = 64
-"""Most programs of a copy kernel. More would delay NCCL's kernels on the GPU. So many keep up with the fastest link."""
 
 
 class NcclTransport(Transport):
@@ -79,7 +72,7 @@ class NcclTransport(Transport):
         self._rendezvous: Any = None  # rank 0: until the communicator has it
         self._communicator: Communicator | None = None
         self._peers: list[str] = []  # the members' names in errors
-        self._sender: _Sender | None = None
+        self._sender: Sender | None = None
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
         members, device, before = [*ranks, *workers], ranks[0].device, self._peers
@@ -104,25 +97,26 @@ class NcclTransport(Transport):
     def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
         ranks = self._ranks = update.ranks
         device, computes = self._agree(tensors, ranks)
-        if self.encoding is not None and device.type != "cpu":
-            raise ConfigError(f"encoding={self.encoding!r} is for tensors on a CPU, found {device}: leave it out")
-        encoder = Encoder(self.encoding == "auto") if self.encoding is not None else None
-        if self.keeps_runs and self._sender is not None and self._sender.encoder is not None:
-            encoder = self._sender.encoder
-            encoder.reconnect()
-        self._pushes = 0 if encoder is None else encoder.pushes
-        self._sender = None  # free the old slots first
+        self._by_words = self.encoding is not None and finds_words(device)
+        before, self._sender = self._sender if self.keeps_runs else None, None  # frees the old slots first
         slots = SLOTS if self.encoding is None else max(len(plan.chunks), 1)
         chains = range(len(plan.chains)) if ranks.rank == 0 else ()
         layouts = [receive_layout(plan, chain, slots) for chain in chains]
-        layout = send_layout(plan, ranks.rank, SLOTS)
-        communicator = still_open(self._communicator)
-        self._sender = _Sender(plan, tensors, layout, device, communicator, self._peers, computes, encoder)
+        communicator, layout = still_open(self._communicator), send_layout(plan, ranks.rank, SLOTS)
+        options = plan, tensors, layout, device, communicator, self._peers, computes
+        how: dict[str, Any] = {"before": before, "measures": self.encoding == "auto"}
+        if self.encoding is None:
+            self._sender = Sender(*options)
+        elif self._by_words:
+            self._sender = ChangeSender(*options, on_host=self.encoding_base == "host", **how)
+        else:
+            self._sender = MessageSender(*options, **how)
+        self._pushes = self._sender.pushes
         endpoints = [Endpoint() for _ in range(plan.workers)]
         for chain, received in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
-            common = endpoint(received, [])
+            first = endpoint(received, [])
             for position, worker in enumerate(chain.workers):
-                endpoints[worker] = self._endpoint(chain, position, received, slots, common)
+                endpoints[worker] = self._endpoint(chain, position, received, slots, first)
         return endpoints
 
     def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
@@ -145,8 +139,8 @@ class NcclTransport(Transport):
     def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int, common: Endpoint) -> Endpoint:
         """Return the endpoint of a chain's worker. `common` has the data of all of them."""
         members = [self._ranks.size + worker for worker in chain.workers]
-        last, senders = len(members) - 1, _senders(layout)
-        fields: dict[str, Any] = {**common.fields, "encoders": [], "origins": []}
+        last, senders = len(members) - 1, keys_of(layout)
+        fields: dict[str, Any] = {**common.fields, "encoders": [], "origins": [], "by_words": self._by_words}
         if self.encoding is not None:  # workers then pass runs on one by one
             fields |= {"encoders": senders, "origins": [[*those] for those in layout]}
         if position:
@@ -177,8 +171,14 @@ class NcclTransport(Transport):
             torch.cuda.synchronize(self._sender.device)
         return 0
 
+    def begin_send(self, sample: int | None) -> None:
+        still_open(self._sender).begin(sample)
+
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
         self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
+
+    def on_commit(self, version: int) -> None:
+        still_open(self._sender).note_loaded()
 
     def abort(self) -> None:
         if self._rendezvous is not None:
@@ -190,107 +190,9 @@ class NcclTransport(Transport):
         self._forget()
 
 
-class _Sender:
-    """One rank's sends for one plan. Its slots take the chunks in turn.
-
-    peers: the members' names in errors.
-    computes: whether any rank computes tensors.
-    """
-
-    def __init__(
-        self,
-        plan: TransferPlan,
-        tensors: LocalTensors,
-        layout: Layout,
-        device: torch.device,
-        communicator: Communicator,
-        peers: Sequence[str],
-        computes: bool,
-        encoder: Encoder | None,
-    ) -> None:
-        self.device, self._layout, self.communicator = device, layout, communicator
-        self._computes, self.encoder, self._sent_bytes = computes, encoder, 0
-        self._changing = plan.due(first=False)
-        self._slots = [torch.empty(slot_bytes(layout), dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self.packer: Packer | None = None
-        self._new_packer = partial(Packer, plan, tensors, layout, dict(enumerate(self._slots)), _COPY_PROGRAMS)
-        ranks = communicator.size - plan.workers
-        self._members = [[ranks + worker for worker in chain.workers] for chain in plan.chains]
-        names = [[peers[member] for member in self._members[chain]] for chain in _senders(layout)]
-        self._after = [each[0] for each in names], [name for each in names for name in each[1:]]
-        self._has_sent = False
-        # Of the thread that sends. The allocator gives memory back in the order of the stream that it was taken on.
-        self.stream: AbstractContextManager[Any] = nullcontext()
-        if device.type == "cuda":
-            self.stream = torch.cuda.stream(torch.cuda.current_stream(device))
-
-    def first_sends(self) -> list[Part]:
-        """Return the largest run of each chain, for the first exchange: NCCL then has its channels for large runs."""
-        return longest(
-            (self._slots[number % SLOTS][each.first : each.end], self._members[chain][0])
-            for number, sections in enumerate(self._layout)
-            for chain, each in sections.items()
-        )
-
-    def pack(self) -> None:
-        """Prepare the copies into the slots."""
-        self.packer = self._new_packer()
-
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
-        """Send as `Transport.send` does, until `packer` is None. Return the bytes sent."""
-
-        def wait(seconds: float) -> None:
-            still_open(self.packer)
-            update.wait(seconds)
-
-        under_way, encoder = UnderWay(), self.encoder
-        # A first use of a kernel may synchronise the GPU. The host waits for earlier operations before it.
-        first_uses = FIRST_USES if still_open(self.packer).is_loaded and not self._computes else len(chunks)
-        waits = 0 if self._has_sent or self.device.type != "cuda" else first_uses
-        self._has_sent = True
-        posted: dict[int, Operation] = {}  # by slot
-        self._sent_bytes = 0
-        if encoder is not None:
-            encoder.begin()
-            told = torch.tensor([encoder.encodes]).view(torch.uint8)
-            self._start(len(self._layout), [(told, chain) for chain in _senders(self._layout)], under_way)
-        for at, number in enumerate(chunks):
-            if (earlier := posted.pop(number % SLOTS, None)) is not None:
-                # Wait on the host: a gather or compute may synchronise the GPU, and so wait without a deadline for a
-                # dead member.
-                freed = earlier.wait if self._computes else earlier.follow
-                freed(wait, update.deadline_after_workers(), "transfer")
-            under_way.bound(0 if at < waits else _AHEAD, wait, update.deadline_after_workers())
-            slot = self._slots[number % SLOTS]
-            for section in self._layout[number].values() if encoder is not None else ():
-                section.clear_gaps(slot)  # workers keep gaps too, and another connection had other bytes there
-            still_open(self.packer).fill(number, sample)
-            runs = [(slot[each.first : each.end], chain) for chain, each in self._layout[number].items()]
-            sends = runs
-            if encoder is not None and encoder.encodes:
-                sends = [(encoder.message((number, chain), run), chain) for run, chain in runs]
-            if sends:
-                posted[number % SLOTS] = self._start(number, sends, under_way)
-            if encoder is not None:
-                for run, chain in runs:
-                    encoder.keep((number, chain), run, number in self._changing)
-        under_way.bound(0, wait, update.deadline_after_workers())
-        if encoder is not None:
-            encoder.end()
-        return self._sent_bytes
-
-    def _start(self, number: int, sends: Sequence[tuple[torch.Tensor, int]], under_way: UnderWay) -> Operation:
-        """Start sends, each along the chain beside it."""
-        self._sent_bytes += sum(data.numel() for data, _ in sends)
-        to_first = [(data, self._members[chain][0]) for data, chain in sends]
-        sending = self.communicator.exchange(number, to_first, [], *self._after)
-        under_way.add(sending)
-        return sending
-
-
-def _senders(layout: Layout) -> list[int]:
-    """Return the keys with a section in the layout: ranks of a worker's, chains of a rank's."""
-    return sorted({rank for those in layout for rank in those})
+def finds_words(device: torch.device) -> bool:
+    """Return whether an encoding between such devices is by changed words. Between CPUs it is by messages."""
+    return device.type == "cuda"
 
 
 def _joined_runs(runs: list[list[int]]) -> list[list[int]]:
@@ -307,6 +209,7 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     senders: the members that the worker receives from.
     onward: the member that the worker passes everything on to.
     encoders: the ranks that announce at each push whether they encode it. Empty without an encoding.
+    by_words: whether the encoding is by changed words.
     origins: with an encoding, for each chunk, the rank of each run.
     before: names of upstream members, nearest first.
     after: names of downstream members, nearest first.
@@ -318,6 +221,7 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     pushes: Count
     senders: list[Count]
     encoders: list[Count]
+    by_words: bool
     origins: list[list[Count]]
     onward: Count | None
     before: list[str]
@@ -327,12 +231,13 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
 class NcclReceiver(TransportReceiver):
     """The worker's end."""
 
-    copy_programs = _COPY_PROGRAMS
+    copy_programs = COPY_PROGRAMS
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._communicator: Communicator | None = None
         self._slots: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}  # the slots of kept chunks
         self._pushes = 0
 
     def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
@@ -347,17 +252,21 @@ class NcclReceiver(TransportReceiver):
         if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
             raise ProtocolError("some runs of bytes do not name their rank")
         self.waiting_for = [*told.before, *told.after]
-        nbytes = [told.slot_bytes] * told.slots
-        is_kept = [slot.numel() for slot in self._slots] == nbytes
+        self.sends_changes = told.by_words
+        nbytes = [told.slot_bytes] * (SLOTS if told.by_words else told.slots)
+        is_kept = told.by_words or [slot.numel() for slot in self._slots] == nbytes
         if told.pushes and not (is_kept and self._pushes):
             raise ProtocolError("this worker has not kept the last push. Push again: the next push sends everything")
-        if not is_kept:
+        if told.by_words or not is_kept:
             self._slots = []  # free the old slots first
             self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
-        self._mailbox = ReceiveBuffers(told.slot_bytes, len(told.encoders))
+        if told.by_words:  # two in turn, until `keep_runs`
+            self._slots = [self._slots[number % SLOTS] for number in range(told.slots)]
+            self._kept = self._kept if told.pushes else {}
+        self._mailbox = ReceiveBuffers(told.slot_bytes, 0 if told.by_words else len(told.encoders))
         self._encoding: set[int] = set()
         self._pushes = told.pushes
-        if told.pushes:
+        if told.pushes and not told.by_words:
             slots = (self._slots[number % told.slots] for number in range(len(told.runs)))
             drop_digests(slot[:end] for slot, runs in zip(slots, told.runs, strict=True) for _, _, end in runs)
         self._communicator.link(*self._first_exchange(), wait, deadline)
@@ -370,6 +279,75 @@ class NcclReceiver(TransportReceiver):
         receives = [(slot[first:end], member) for slot, runs in slots for member, first, end in runs]
         return longest((data, member) for data, member in sends if member is not None), longest(receives)
 
+    def keep_runs(self, numbers: Collection[int]) -> None:
+        if self._told.pushes and self._kept.keys() != {*numbers}:
+            raise ProtocolError("this worker has not kept the last push. Push again: the next push sends everything")
+        for number in numbers:
+            nbytes = align(max((end for _, _, end in self._told.runs[number]), default=0))
+            if not self._told.pushes:
+                self._kept[number] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._slots[number] = self._kept[number]
+
+    def changes(
+        self,
+        numbers: Sequence[int],
+        wait: Wait,
+        deadline: Callable[[], Deadline],
+        arrived: Callable[[Changes], object],
+    ) -> bool:
+        told, under_way = self._told, UnderWay()
+        self._ask_ranks(under_way, wait, deadline())
+        encodes, self._encoding = bool(self._encoding), set()
+        parts = parts_of(numbers) if encodes else []
+        is_whole = not encodes
+        for at, part in enumerate(parts):
+            rooms = [self._room(part, rank) for rank in told.encoders]
+            heads = self._heads(2 * at + 1, rooms, under_way, wait, deadline)
+            is_whole = is_whole or any(nbytes == WHOLE for nbytes, _ in heads)
+            bodies = [torch.empty(max(nbytes, 0), dtype=torch.uint8, device=self.device) for nbytes, _ in heads]
+            if coming := [(body, member) for body, member in zip(bodies, self._members(), strict=True) if body.numel()]:
+                number = len(told.runs) + 2 * at + 2
+                self._start(number, [], coming).follow(wait, deadline(), "transfer")
+                if told.onward is not None:
+                    under_way.add(self._start(number, [(body, told.onward) for body, _ in coming], []))
+            rest = zip(told.encoders, bodies, heads, strict=True)
+            for rank, body, (_, checksum) in rest:
+                if body.numel():
+                    arrived(Changes(part, rank, body, checksum))
+        if encodes:
+            last = self._heads(2 * len(parts) + 1, [0] * len(told.encoders), under_way, wait, deadline)
+            is_whole = is_whole or any(nbytes == WHOLE for nbytes, _ in last)
+        under_way.bound(0, wait, deadline())
+        self._pushes += not is_whole
+        return not is_whole
+
+    def _heads(
+        self,
+        number: int,
+        rooms: Sequence[int],
+        under_way: UnderWay,
+        wait: Wait,
+        deadline: Callable[[], Deadline],
+    ) -> list[tuple[int, int]]:
+        """Receive, pass on and read a head of each rank."""
+        told, number = self._told, len(self._told.runs) + number
+        heads = [torch.empty(HEAD_BYTES, dtype=torch.uint8, device=self.device) for _ in rooms]
+        self._start(number, [], [*zip(heads, self._members(), strict=True)]).wait(wait, deadline(), "transfer")
+        if told.onward is not None:
+            under_way.add(self._start(number, [(each, told.onward) for each in heads], []))
+        return [read_head(each, room, self._pushes) for each, room in zip(heads, rooms, strict=True)]
+
+    def _room(self, part: Sequence[int], rank: int) -> int:
+        """Return the bytes of a rank's runs in some chunks."""
+        told = self._told
+        runs = (own for number in part for own in zip(told.origins[number], told.runs[number], strict=True))
+        return sum(end - first for origin, (_, first, end) in runs if origin == rank)
+
+    def _members(self) -> list[int]:
+        """Return the sending member of each rank's data."""
+        told = self._told
+        return told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
+
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if storage not in range(len(self._slots)):
             raise ProtocolError(
@@ -380,7 +358,7 @@ class NcclReceiver(TransportReceiver):
     def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         on_gpu = self.device.type == "cuda"
         under_way = UnderWay()
-        if self._told.encoders:
+        if self._told.encoders and not self._told.by_words:
             self._ask_ranks(under_way, wait, deadline())
         expected = [*numbers, None]
         arriving = self._exchange(None, expected[0])
@@ -397,7 +375,7 @@ class NcclReceiver(TransportReceiver):
             coming = None if on_gpu else self._exchange(None, following)
             arriving.follow(wait, deadline(), "transfer")
             under_way.add(arriving)
-            under_way.bound(_AHEAD, wait, deadline())
+            under_way.bound(AHEAD, wait, deadline())
             passing = None if on_gpu else self._exchange(number, None)
             for run, room, _ in self._runs(number):
                 if room is not run:
@@ -421,9 +399,8 @@ class NcclReceiver(TransportReceiver):
     def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
         """Receive, and pass on, whether each rank encodes this push."""
         told, number = self._told, len(self._told.runs)
-        said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8)
-        members = told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
-        self._start(number, [], [*zip(said, members, strict=True)]).wait(wait, deadline, "transfer")
+        said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8, device=self.device)
+        self._start(number, [], [*zip(said, self._members(), strict=True)]).wait(wait, deadline, "transfer")
         self._encoding = {rank for rank, (encodes,) in zip(told.encoders, said.tolist(), strict=True) if encodes}
         if told.onward is not None:
             under_way.add(self._start(number, [(each, told.onward) for each in said], []))
@@ -463,7 +440,7 @@ class NcclReceiver(TransportReceiver):
         if self._communicator is not None:
             self._communicator.abort()
         self._communicator = None
-        self._slots = []
+        self._slots, self._kept = [], {}
 
 
 ENDS = NcclTransport, NcclReceiver

@@ -196,6 +196,16 @@ class Packer:
         """Whether filling slots loads no further kernel into the GPU, apart from those of the first chunks."""
         return self._copies.is_loaded and not any(step.computed for step in self._steps)
 
+    def gather(self, number: int) -> None:
+        """Gather what `fill` needs for this chunk. Every rank calls one of the two for each staged chunk."""
+        if names := self._steps[number].names:
+            self._gather(names)
+
+    def views(self, number: int) -> dict[ShardLocation, torch.Tensor] | None:
+        """Return the tensor at each place in the chunk's slot, or None if `fill` computes any tensor."""
+        step = self._steps[number]
+        return None if step.computed else dict(step.ready)
+
     def fill(self, number: int, sample: int | None) -> None:
         """Copy the rank's current values into the chunk's slot, and write the digests of `sample` after them.
 
@@ -203,8 +213,7 @@ class Packer:
         current stream.
         """
         step = self._steps[number]
-        if step.names:
-            self._gather(step.names)
+        self.gather(number)
         self._copies.run(number)
         for own, (tensor, parts) in step.computed.items():
             if own not in self._values:
@@ -224,7 +233,7 @@ class _PackStep:
 
     names: the tensors to gather for this chunk.
     computed: the slot places of each computed tensor, by location.
-    copies: the copies of the other tensors.
+    ready: the other tensors, with their places, and their `copies`.
     runs: the bytes of each section, and `ends` the place of each section's digest, in units of digests.
     """
 
@@ -238,17 +247,17 @@ class _PackStep:
     ) -> None:
         self.names, self.slot = names, slot
         self.computed: dict[ShardLocation, tuple[LocalTensor, list[tuple[torch.Tensor, Box]]]] = {}
-        ready: list[tuple[ShardLocation, torch.Tensor]] = []
+        self.ready: list[tuple[ShardLocation, torch.Tensor]] = []
         for source, place in (pair for each in sections for pair in zip(each.sources, each.places, strict=True)):
             assert slot is not None
             own = source if source in at else _holder(source, held.get(source.name, ()))
             tensor = at[own]
             if tensor.compute is None:
-                ready.append((place, tensor.tensor if own is source else _part(tensor.tensor, own.box, place.box)))
+                self.ready.append((place, tensor.tensor if own is source else _part(tensor.tensor, own.box, place.box)))
             else:
                 target = strided(slot, place.dtype, place.offset, place.box.size, place.stride)
                 self.computed.setdefault(own, (tensor, []))[1].append((target, place.box))
-        self.copies = [] if slot is None else _stacked(slot, ready)
+        self.copies = [] if slot is None else _stacked(slot, self.ready)
         self.runs = [] if slot is None else [slot[each.first : each.first + each.nbytes] for each in sections]
         self.ends = [(each.end - DIGEST_BYTES) // DIGEST_BYTES for each in sections]
 

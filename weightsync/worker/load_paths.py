@@ -121,6 +121,13 @@ class Arrivals:
         waiting = [param for param in group.params if not group.takes_in_place(param)]
         return [op for param in waiting for op in self.ops.get(param, ())]
 
+    def takes_in_place(self, param: str) -> bool:
+        """Return whether the load path `InPlace` fills this parameter or buffer."""
+        group = self.traced.group_of.get(param)
+        if group is None:
+            return True
+        return self.traced.load_path[group] != NATIVE_LOADER and group.takes_in_place(param)
+
     def agree_on_last_chunks(self) -> None:
         """Set `last_chunk`, the same on all workers. Collective among workers with parts of the same modules.
 
@@ -238,7 +245,7 @@ class InPlace(LoadPath):
         copies: dict[int, list[Copy]] = defaultdict(list)
         self._nbytes: Counter[int] = Counter()
         for param, ops in self._arrivals.ops.items():
-            if self._takes(param):
+            if self._arrivals.takes_in_place(param):
                 for op in join_regular(ops):
                     seen = self._arrivals.view(op)
                     target = torch.as_strided(live[param].data, op.size, op.dst_stride, op.dst_offset)
@@ -247,7 +254,9 @@ class InPlace(LoadPath):
         self._group_of = {chunk: number for number, chunk in enumerate(copies)}
         self._copies = BatchedCopy(*copies.values(), programs=self._arrivals.copy_programs)
         constants = paddings(self._model.pristine(), traced.trace)
-        self._constants = [(fill, live[fill.param].data) for fill in constants if self._takes(fill.param)]
+        self._constants = [
+            (fill, live[fill.param].data) for fill in constants if self._arrivals.takes_in_place(fill.param)
+        ]
         buffers = [param for param in self._arrivals.ops if param not in traced.group_of]
         self.buffers: list[LiveTensor] = [live_tensor(self._model.live, param) for param in buffers]
 
@@ -263,12 +272,6 @@ class InPlace(LoadPath):
         if chunk in self._group_of:
             self._copies.run(self._group_of[chunk])
         return self._nbytes[chunk]
-
-    def _takes(self, param: str) -> bool:
-        group = self._arrivals.traced.group_of.get(param)
-        if group is None:
-            return True
-        return self._arrivals.traced.load_path[group] != NATIVE_LOADER and group.takes_in_place(param)
 
 
 class FusedQuantize(LoadPath):

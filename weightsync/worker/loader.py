@@ -32,6 +32,7 @@ from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
 from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back
+from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
@@ -289,10 +290,15 @@ class _BoundPlan:
         self.is_committed = False
         self.is_whole_push = False
         self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
+        self._arrivals = arrivals.result()
+        self.changed: ChangedRuns | None = None
+        if source.sends_changes:
+            self.changed = ChangedRuns(self._arrivals, [arrival.locations for arrival in message.chunks])
+            source.keep_runs(self.changed.kept)
+            self.changed.bind()
         self.verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
         self.verifier.prove(message.proof)
         self.frozen = FrozenDigests(frozen_tensors(model, traced, message) if message.frozen else [])
-        self._arrivals = arrivals.result()
         in_place = InPlace(self._arrivals)
         self.buffers = in_place.buffers
         kinds = FusedQuantize, ReloadPath, NativeLoader
@@ -351,10 +357,14 @@ class _BoundPlan:
         transfer_s = verify_s = load_s = 0.0
         nbytes, loaded, source = 0, [], self._arrivals.source
         self.verifier.begin()
+        since = time.perf_counter()
+        if (changed := self.changed) is not None:
+            changed.begin()
+            if source.changes(due, wait, new_deadline, lambda changes: changed.add(changes, go.sample)):
+                return self._run_changes(changed, go, wait, new_deadline, due, since)
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
                 path.begin(is_first)
-        since = time.perf_counter()
         for number in source.chunks(due, wait, new_deadline):
             if number in self._blocking or (is_first and number in self._first_uses):
                 await_stream(self._arrivals.model.device, number, source.waiting_for, wait, new_deadline())
@@ -369,9 +379,38 @@ class _BoundPlan:
             load_s += since - verified
         if loaded != list(due):
             raise ProtocolError(f"{len(loaded)} of {len(due)} chunks of version {go.version} came, or in another order")
-        if unfinished := [name for path in self._paths for name in path.unfinished()]:
-            raise ProtocolError(f"version {go.version} came, but these are incomplete: {', '.join(unfinished[:5])}")
+        self._refuse_unfinished(go.version)
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
+
+    def _run_changes(
+        self,
+        changed: ChangedRuns,
+        go: Go,
+        wait: Wait,
+        new_deadline: Callable[[], Deadline],
+        due: Sequence[int],
+        since: float,
+    ) -> Done:
+        """Write the changed words of a push, after the proof of all of them, and load the kept chunks."""
+        arrived = time.perf_counter()
+        changed.finish_checks(go.sample)
+        verified = time.perf_counter()
+        with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
+            for path in self._paths:
+                path.begin(False)
+        nbytes = changed.write()
+        in_place, *others = self._paths
+        for number in due:
+            with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
+                nbytes += sum(path.load(number) for path in others)
+                if number in changed.kept:
+                    nbytes += in_place.load(number)
+        self._refuse_unfinished(go.version)
+        return Done(go.version, nbytes, arrived - since, verified - arrived, time.perf_counter() - verified)
+
+    def _refuse_unfinished(self, version: int) -> None:
+        if unfinished := [name for path in self._paths for name in path.unfinished()]:
+            raise ProtocolError(f"version {version} came, but these are incomplete: {', '.join(unfinished[:5])}")
 
 
 def _check_sizes(manifest: Manifest) -> None:
