@@ -48,6 +48,7 @@ from weightsync.tools.bench.cases import (
     BUCKETERS,
     CLIENTS,
     DTYPES,
+    ENCODINGS,
     GRAPHS,
     LOAD_FORMATS,
     PEERS,
@@ -192,6 +193,8 @@ def _add_bench(commands: Commands) -> None:
     flag: Any = {"action": "store_const", "const": [True], "default": [False]}
     matrix.add_argument("--enable-expert-parallel", dest="expert_parallel", help=text, **flag)
     axis("--load-format", "auto", "engines start from a checkpoint, or without weights", choices=LOAD_FORMATS)
+    axis("--encoding", "none", "the form of the bytes over broadcast", choices=ENCODINGS)
+    axis("--changed", 1.0, "the share of values changed by a step; below 1 at random", type=float, metavar="SHARE")
     axis("--quantization", "none", "the engines' quantisation, as vLLM's --quantization", metavar="SCHEME")
     text = "how the trainer calls engines, a server or an LLM in its process, by plug-in or worker extension"
     axis("--client", "http", text, choices=CLIENTS)

@@ -14,6 +14,7 @@ BACKENDS = ("plain", "fsdp", "deepspeed", "megatron")
 TRANSPORTS = ("ipc", "broadcast", "nixl", "checkpoint")
 BUCKETERS = ("module", "threshold", "parameter")
 DTYPES = ("bfloat16", "float32")
+ENCODINGS = ("none", "auto", "delta")
 LOAD_FORMATS = ("auto", "dummy")
 """The start of engines: from a checkpoint of the trainer's first weights, or without any."""
 HTTP, LLM, EXTENSION = CLIENTS = ("http", "llm", "extension")
@@ -43,7 +44,8 @@ ASSUMED_CPU = 5.0
 class Case:
     """One measurement. `way` is `WEIGHTSYNC` or one of `PEERS`. Peers have no `transport` and `bucketer` ("").
 
-    `ranks` of the trainer hold the model in `dtype`. The engines hold it in bfloat16, or quantise it.
+    `ranks` of the trainer hold the model in `dtype`. The engines hold it in bfloat16, or quantise it. A step changes
+    the share `changed` of the values.
     """
 
     way: str
@@ -60,6 +62,8 @@ class Case:
     data_parallel_size: int = 1
     expert_parallel: bool = False
     load_format: str = "auto"
+    encoding: str = "none"
+    changed: float = 1.0
 
     @property
     def engine_workers(self) -> int:
@@ -94,6 +98,8 @@ class Case:
 
     def __str__(self) -> str:
         way = f"{self.transport}/{self.bucketer}" if self.way == WEIGHTSYNC else self.way
+        way += f" encoding={self.encoding}" * (self.encoding != "none")
+        way += f", {self.changed:.4g} of the values changed" * (self.changed < 1)
         engine = self.engine + f" {self.quantization}" * (self.quantization != "none")
         engine += "" if self.starts_cold else " from dummy weights"
         return f"{self.shape} {self.dtype}, {self.backend} x{self.ranks}, {way}, to {engine} by {self.client}"
@@ -149,9 +155,12 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
     has_experts, expert_parallel = any("experts" in name for name in config), case.expert_parallel
     on_gpus = case.way in NATIVE
     beside = on_gpus and not case.apart
+    has_encoding = case.encoding == "none" or (case.way == WEIGHTSYNC and case.transport == "broadcast")
     reasons = {
         f"{case.way} moves GPU memory, found no GPU": on_gpus and gpus == 0,
         "NIXL is not installed: pip install 'weightsync[nixl]'": case.transport == "nixl" and "nixl" not in installed,
+        "encodings are measured over broadcast": not has_encoding,
+        f"--changed {case.changed:g}: expected a share, over 0 and at most 1": not 0 < case.changed <= 1,
         f"{case.backend} is not installed": case.backend in BACKENDS[2:] and case.backend not in installed,
         "peers are measured from a plain module or FSDP2": case.way in PEERS and case.backend not in BACKENDS[:2],
         "a plain module has one rank: use --backend fsdp": case.backend == "plain" and case.ranks > 1,

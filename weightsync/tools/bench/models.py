@@ -97,6 +97,22 @@ def stepper(model: Any, backend: str) -> Callable[[], None]:
     return step
 
 
+def changer(model: Any, backend: str, share: float) -> Callable[[], None]:
+    """Return a step that changes a share of this rank's values, at random, by one unit in the last place."""
+    tensors = [shard.tensor for shard in _shards(model, backend)]
+    draws = {tensor.device: torch.Generator(tensor.device).manual_seed(0) for tensor in tensors}
+
+    @torch.no_grad()
+    def step() -> None:
+        for tensor in tensors:
+            words = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+            noise = torch.rand(words.shape, generator=draws[tensor.device], device=tensor.device)
+            # The lowest bit of a bfloat16 is bit 16 of a float32.
+            words.bitwise_xor_((noise < share).to(words.dtype) << (16 if tensor.element_size() == 4 else 0))
+
+    return step
+
+
 def share_memory(model: Model, backend: str) -> None:
     """Move this rank's shards to shared memory, as `nn.Module.share_memory` does, for engines on this host."""
     for shard in _shards(model, backend):

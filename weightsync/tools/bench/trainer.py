@@ -30,6 +30,7 @@ from weightsync.sync import WeightSync
 from weightsync.tools.bench.cases import PEERS, Case, lay_out
 from weightsync.tools.bench.engines import PROMPTS, Engines, start_engines
 from weightsync.tools.bench.models import (
+    changer,
     fill,
     gather_ranks,
     join,
@@ -95,7 +96,7 @@ def run(order: Namespace) -> dict[str, Any]:
         found["extra_bytes"] = [nbytes for engine in engines for nbytes in engine.extra_bytes(start=False)]
         if engines and _gap(engines, expected) == 0:
             raise ChildError("a push of other weights has not changed the engine's answers")
-        step = stepper(model, case.backend)
+        step = stepper(model, case.backend) if case.changed == 1 else changer(model, case.backend, case.changed)
         found["in_training"] = []
         for _ in range(order.num_iters):
             _answers(engines)
@@ -159,6 +160,8 @@ def _make_push(
         targets = [engine.target for engine in engines] or None
         backend: Any = source_of(case.backend)
         options: Any = {"bucketer": case.bucketer, "max_bytes": max_bytes, "timeout_s": timeout_s, "progress": False}
+        if case.encoding != "none":
+            options["encoding"] = case.encoding
         sync = WeightSync(backend, transport, targets, **options)
 
         def phases() -> Seconds:
