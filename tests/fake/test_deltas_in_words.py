@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from test_fused_quantize import quantise
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from weightsync import DigestError, WeightSync
+from weightsync import DigestError, WeightSync, WeightSyncError
 from weightsync.kernels.digest import SAMPLES
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel
-from weightsync.transports import nccl
+from weightsync.transports import nccl, nccl_sender
 from weightsync.transports.base import Changes
+from weightsync.transports.changes import head
 from weightsync.transports.nccl import NcclTransport
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.load_planner import FUSED_QUANTIZE
@@ -81,6 +83,31 @@ def test_changes_that_were_damaged_on_the_way_are_not_written(
     with monkeypatch.context() as patch:
         patch.setattr(ChangedRuns, "add", damage)
         with pytest.raises(DigestError, match="damaged"):
+            trainer.push()
+    assert all(map(torch.equal, bits(host), before))
+    assert trainer.push().sent_bytes >= NBYTES
+    trainer.check(host)
+    trainer.sync.close()
+
+
+@pytest.mark.parametrize("calls", [1, 3, 4])
+def test_a_trainer_that_fails_between_two_parts_leaves_the_old_weights(
+    host: ModuleHost, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, calls: int
+):
+    trainer = Trainer(engine)
+    trainer.push()
+    trainer.step()
+    before, left = bits(host), [None] * calls
+
+    def fail(*args: Any) -> torch.Tensor:
+        left.pop()
+        if not left:
+            raise MemoryError("no memory left for a head")
+        return head(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl_sender, "head", fail)
+        with pytest.raises(WeightSyncError, match="no memory left"):
             trainer.push()
     assert all(map(torch.equal, bits(host), before))
     assert trainer.push().sent_bytes >= NBYTES

@@ -41,7 +41,13 @@ def test_ipc_on_one_gpu_leaves_the_engine_as_its_cold_start(tmp_path: Path, opti
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     "options",
-    [["--backend", "fsdp", "--ranks", "2", "--tp", "2"], ["--transport", "broadcast"]],
+    [
+        ["--backend", "fsdp", "--ranks", "2", "--tp", "2"],
+        ["--transport", "broadcast"],
+        ["--transport", "broadcast", "--encoding", "delta", "--changed", "0.01"],
+        ["--transport", "broadcast", "--encoding", "delta", "--changed", "0.01", "--dtype", "float32"],
+        ["--transport", "broadcast", "--encoding", "delta", "--changed", "0.01", "--quantization", "fp8_per_channel"],
+    ],
     ids=" ".join,
 )
 def test_two_gpus_leave_the_engine_as_its_cold_start(tmp_path: Path, options: list[str]) -> None:

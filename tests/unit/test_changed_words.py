@@ -25,6 +25,7 @@ from weightsync.kernels.changed_words import (
 from weightsync.kernels.digest import SAMPLES, WHOLE
 
 WORDS = (10_000, 512, 5000, TILE, 6, 3 * GROUP - 2)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(1))]
 FLOAT32 = (2, 4)
 """The pieces whose new values are float32."""
 
@@ -33,7 +34,7 @@ def noise(words: int, seed: int) -> torch.Tensor:
     return torch.randn(words, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def some_pieces(share: float) -> tuple[list[Piece], list[torch.Tensor]]:
+def some_pieces(share: float, device: str) -> tuple[list[Piece], list[torch.Tensor]]:
     """Return pieces of which this share of the words has changed, and copies of their bases."""
     pieces = []
     for number, words in enumerate(WORDS):
@@ -41,7 +42,8 @@ def some_pieces(share: float) -> tuple[list[Piece], list[torch.Tensor]]:
         draw = torch.Generator().manual_seed(100 + number)
         new = base.clone()
         new[torch.randperm(words, generator=draw)[: math.ceil(share * words)]] += 8
-        pieces.append(Piece(new.float() if number in FLOAT32 else new, base))
+        new = new.float() if number in FLOAT32 else new
+        pieces.append(Piece(new.to(device), base.to(device)))
     return pieces, [piece.base.clone() for piece in pieces]
 
 
@@ -52,16 +54,18 @@ def regions_of(memory: Sequence[torch.Tensor]) -> list[Region]:
     return [Region(n, first, end, own[first:end].view(torch.uint8)) for n, (first, end), own in halves if end > first]
 
 
-def check_all(share: float, sample: int, find: Callable[..., Any] | None = None, write: Any = None) -> int:
+def check_all(
+    share: float, sample: int, find: Callable[..., Any] | None = None, write: Any = None, device: str = "cpu"
+) -> int:
     """Find and write the changed words of some pieces, by launches if they are given. Return the bytes of the body."""
-    pieces, memory = some_pieces(share)
+    pieces, memory = some_pieces(share, device)
     groups = [pieces[:2], pieces[2:]]
     finder = ChangeFinder(*groups)
     writer = ChangeWriter(WORDS, regions := regions_of(memory))
     if find is not None:
         finder._launches, writer._launches = find(groups), write(writer._first_tiles, regions)
-    body = torch.full((table_bytes(finder.tiles) + 3 * TILE * finder.tiles,), 7, dtype=torch.uint8)
-    found = torch.zeros(2, dtype=torch.int64)
+    body = torch.full((table_bytes(finder.tiles) + 3 * TILE * finder.tiles,), 7, dtype=torch.uint8, device=device)
+    found = torch.zeros(2, dtype=torch.int64, device=device)
     for group in range(2):
         finder.find(group, body, found, sample)
     nbytes, checksum = found.tolist()
@@ -76,10 +80,11 @@ def check_all(share: float, sample: int, find: Callable[..., Any] | None = None,
     return nbytes
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("sample", [NONE, WHOLE, 0, 1])
-def test_changed_words_are_found_and_written(share: float, sample: int):
-    nbytes = check_all(share, sample)
+def test_changed_words_are_found_and_written(share: float, sample: int, device: str):
+    nbytes = check_all(share, sample, device=device)
     changed = sum(math.ceil(share * words) for words in WORDS)
     assert nbytes >= 3 * changed
     assert share == 1.0 or nbytes == 3 * changed

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class Sender:
             update.wait(seconds)
 
         self._sent_bytes = 0
-        if not self._send_changes(sample, update, wait):
+        if not self._send_changes(chunks, sample, update, wait):
             self._send_runs(chunks, sample, update, wait)
         self.pushes += 1
         return self._sent_bytes
@@ -102,7 +102,7 @@ class Sender:
         """Note that all workers have loaded the push."""
         return
 
-    def _send_changes(self, sample: int | None, update: Update, wait: Wait) -> bool:
+    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> bool:
         """Begin a push. Return whether it has ended, since its changes alone were sent."""
         return False
 
@@ -165,7 +165,7 @@ class MessageSender(Sender):
             self._encoder.reconnect()
         self.pushes = self._encoder.pushes
 
-    def _send_changes(self, sample: int | None, update: Update, wait: Wait) -> bool:
+    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> bool:
         under_way = UnderWay()
         self._encoder.begin()
         self._announce(self._encoder.encodes, under_way)
@@ -237,7 +237,7 @@ class ChangeSender(Sender):
     def note_loaded(self) -> None:
         self._choice.note_loaded(self._tried, self._were_sent)
 
-    def _send_changes(self, sample: int | None, update: Update, wait: Wait) -> bool:
+    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> bool:
         """Send the changes, if this push does. Collective among the ranks."""
         under_way = UnderWay()
         self._choice.begin()
@@ -248,7 +248,7 @@ class ChangeSender(Sender):
         elif self._bases is None:
             self._bases = self._new_bases(None)
         if self._tried:
-            self._were_sent = self._send_parts(still_open(self._bases), sample, update, wait)
+            self._were_sent = self._send_parts(still_open(self._bases), iter(chunks), sample, update, wait)
         under_way.bound(0, wait, update.deadline_after_workers())
         self._whole_left = update.ranks.broadcast(self._choice.after(), "transfer")
         return self._were_sent
@@ -258,8 +258,8 @@ class ChangeSender(Sender):
             for run, chain in runs:
                 self._bases.keep(number, chain, run)
 
-    def _send_parts(self, bases: Bases, sample: int | None, update: Update, wait: Wait) -> bool:
-        """Send the changes of each part. Return whether those of all ranks have found room."""
+    def _send_parts(self, bases: Bases, chunks: Iterator[int], sample: int | None, update: Update, wait: Wait) -> bool:
+        """Send the changes of each part, and take its numbers from `chunks`. Return whether all ranks' found room."""
         under_way, fits, count = UnderWay(), True, len(bases.parts)
         comparing, self._comparing = self._comparing, []
         for part in range(count):
@@ -269,6 +269,7 @@ class ChangeSender(Sender):
             while len(comparing) < ahead:
                 comparing.append(bases.find(len(comparing), sample))
             found = comparing[part]()
+            _ = [*islice(chunks, len(bases.parts[part]))]  # the progress bar follows
             fits = fits and all(each.body is not None for each in found)
             with self._aside:  # not behind the comparisons
                 self._send_heads(2 * part, found, fits, under_way)
@@ -276,8 +277,7 @@ class ChangeSender(Sender):
                 if fits and bodies:
                     self._start(len(self.layout) + 2 * part + 2, bodies, under_way)
         under_way.bound(0, wait, update.deadline_after_workers())
-        everyone = update.ranks.gather(fits, "transfer")
-        fits = bool(update.ranks.broadcast(all(everyone), "transfer"))
+        fits = bool(update.ranks.broadcast(all(update.ranks.gather(fits, "transfer")), "transfer"))
         empty = torch.empty(0, dtype=torch.uint8)
         self._send_heads(2 * count, [Found(chain, empty, 0) for chain in keys_of(self.layout)], fits, under_way)
         under_way.bound(0, wait, update.deadline_after_workers())
