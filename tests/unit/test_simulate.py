@@ -50,6 +50,18 @@ def test_prediction_of_reads_lies_within_a_quarter_of_what_was_measured():
         assert abs(predicted_s / row["seconds"]["back_to_back"]["total_s"]["median"] - 1) < 0.25
 
 
+def test_prediction_of_changes_lies_within_a_quarter_of_what_was_measured():
+    found = json.loads((RESULTS / "2026-11-28-h200-deltas.json").read_text())
+    compared = 0
+    for row in found["rows"]:
+        if (row["encoding"], row["encoding_base"], row["quantization"]) == ("delta", None, "none") and row["changed"]:
+            topology = f"{ONE_TO_ANOTHER},changed={row['changed']}"
+            predicted_s = prediction(found["nbytes"], "changes", topology).seconds
+            assert abs(predicted_s / row["median_s"] - 1) < 0.25
+            compared += 1
+    assert compared == 3
+
+
 def parts(nbytes: int, transport: str, topology: str):
     """The parts of a prediction without messages and calls, which other tests look at."""
     quiet = "fixed_s=1e-12,fixed_ranks_s=1e-12,engine_s=1e-12,message_s=1e-12"

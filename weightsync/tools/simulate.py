@@ -11,6 +11,8 @@
                  + C / R / device_copy + S / tp / c notice_s
     deltas       max(d busiest / link, encode_s S / R, decode_s S / tp) + a chunk of the other two + control
                  `d` is the share of the bytes that a difference has
+    changes      max(d busiest / link, compare_s S / R) + d (E - 1) c / busiest S / tp / link + write_s S / tp + 8 heads
+                 between GPUs; `d` is the share of the bytes that the changed words have
     checkpoint   max(S / file_write, H S / file_read) + C / file_read + control; `H` is the engines' hosts
     control      fixed + (E - 1) engine_s + 4 (R - 1 + W) message_s
 """
@@ -32,6 +34,10 @@ _BY_ROWS = 2 / 3
 """The share of a transformer's weights that both tensor parallelism and FSDP or ZeRO divide by rows."""
 _ENCODE_S, _DECODE_S = (0.9, 15.5), (0.1, 12.0)
 """Seconds of a core for 1 GB: without any change, and in addition if everything has changed."""
+_COMPARE_S, _WRITE_S = (0.95e-3, 3.7e-3), (0.19e-3, 3.6e-3)
+"""Seconds of an H200 for 1 GB: without any change, and in addition if everything has changed."""
+_HEADS_S = 8 * 0.3e-3
+"""The messages before the parts of a push of changes, one after the other."""
 _MESSAGES = 4
 """The messages between rank 0 and each participant: ranks look, go, done, commit; workers go, done, commit, answer."""
 COLUMNS = ("GPUs", "hosts", "ranks", "engines", "chunk", "transport", "push", "control", "longest part")
@@ -131,7 +137,7 @@ def predict(nbytes: int, topology: Topology) -> list[Prediction]:
     """Return one push of `nbytes` over each transport."""
     formulas = {"ipc": _ipc, "broadcast": _broadcast, "nixl": _nixl, "checkpoint": _checkpoint}
     if topology.changed < 1:
-        formulas["deltas"] = _deltas
+        formulas |= {"deltas": _deltas, "changes": _changes}
     found = []
     for transport, formula in formulas.items():
         impossible = _impossible(transport, nbytes, topology)
@@ -143,7 +149,7 @@ def predict(nbytes: int, topology: Topology) -> list[Prediction]:
 def _impossible(transport: str, nbytes: int, t: Topology) -> str | None:
     if transport == "ipc" and t.hosts > 1:
         return "ipc needs trainer and engine on one host"
-    sends = transport in ("broadcast", "deltas")
+    sends = transport in ("broadcast", "deltas", "changes")
     for_engines = t.gpus - t.ranks if sends else t.gpus
     if t.ranks > t.gpus or t.workers > for_engines:
         return f"{t.ranks} ranks and {t.workers} workers do not find a place on {t.gpus} GPUs"
@@ -204,6 +210,19 @@ def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
     name = max(together, key=lambda each: together[each])
     ends_s = chunk_share(nbytes, t) * (sum(together.values()) - together[name])
     return {name: together[name], "the first and the last chunk": passing_s + ends_s}
+
+
+def _changes(nbytes: int, t: Topology) -> dict[str, float]:
+    """Return the parts of a push of changed words between GPUs. A part travels while the next one is compared."""
+    share = (3 * t.changed + 1 / 256) / 2  # of a word: 3 bytes if it has changed, and a 256th of a count
+    sending_s, passing_s = (share * seconds for seconds in _broadcast(nbytes, t).values())
+    comparing_s, writing_s = (
+        nbytes / holders / 1e9 * (least + more * t.changed)
+        for holders, (least, more) in ((t.ranks, _COMPARE_S), (t.tp, _WRITE_S))
+    )
+    name = "sending changes" if sending_s > comparing_s else "comparing"
+    rest = {"writing": writing_s, "heads": _HEADS_S, "passing on the first part": passing_s}
+    return {name: max(sending_s, comparing_s), **rest}
 
 
 def _written(changed: float) -> float:
