@@ -29,6 +29,7 @@ from weightsync import PushReport, WeightSync
 from weightsync.errors import ManifestError
 from weightsync.fleet import connect
 from weightsync.tools.testing import check_engine
+from weightsync.transports import nccl
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -115,15 +116,23 @@ def push_between(trainer: Trainer, share: float) -> PushReport:
     return trainer.sync.push(trainer.model)
 
 
-def test_pushed_as_differences_equals_cold(engines: Remote, trainers: Trainers):
+def choose_kind(trainer: Trainer, is_words: bool) -> None:
+    nccl.finds_words = lambda device: is_words
+
+
+@pytest.mark.parametrize("is_words", [False, True], ids=["messages", "changed words"])
+def test_pushed_as_differences_equals_cold(engines: Remote, trainers: Trainers, is_words: bool):
+    """Changed words are for GPUs. Here they travel between CPUs."""
     model, tp = SERVED[-1]
     cold = engines.call(Engines.serve, model, tp, timeout_s=240)
+    trainers.call(choose_kind, is_words)
     trainers.call(load, model, "broadcast", {**BUCKETS["small chunks"], "encoding": "delta"})
     sent = {}
     for number, share in enumerate([0.0, 0.01, 0.02, 0.0, 0.02, 1.0]):
         sent[number] = trainers.call(push_between, share)[0].sent_bytes
         if share in (0.0, 1.0):
             assert_same(engines.call(Engines.ask), cold["B" if share else "A"], f"push {number}")
+    trainers.call(choose_kind, False)
     assert max(sent[number] for number in (1, 2, 3, 4)) < sent[0] / 5
 
 

@@ -1,0 +1,47 @@
+"""The kernels of changed words compile for a Hopper GPU. That needs no GPU. An interpreter accepts more than a compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from weightsync.kernels import changed_words_triton as kernels  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KINDS = {
+    "body": "*u8", "counts": "*i32", "ends": "*i64", "found": "*i64", "jobs": "*i32", "piece_of_tile": "*i32",
+    "room": "i64", "sums": "*i64", "table": "*i64", "tile_of_program": "*i32",
+}  # fmt: skip
+"""Of the arguments. `masks` is a pointer or an address, and others are 32-bit numbers."""
+COMPARISON = {"casts": None, "aligned": True, **kernels._SAMPLES}
+CAST = {"casts": kernels.tl.bfloat16, "aligned": False, **kernels._SAMPLES}
+WRITING = {"entries": kernels._ENTRIES, **kernels._SAMPLES}
+
+
+@pytest.mark.parametrize(
+    ("name", "masks", "warps", "constants"),
+    [
+        ("_compare", "*u8", kernels._COMPARE_WARPS, COMPARISON),
+        ("_compare", "*u8", kernels._COMPARE_WARPS, CAST),
+        ("_collect", "i64", 1, {"casts": None}),
+        ("_collect", "i64", 1, {"casts": kernels.tl.float16}),
+        ("_write", "", kernels._WRITE_WARPS, {"writes": False, **WRITING}),
+        ("_write", "", kernels._WRITE_WARPS, {"writes": True, **WRITING}),
+    ],
+)
+def test_kernel_compiles(name: str, masks: str, warps: int, constants: dict[str, Any]):
+    kernel = getattr(kernels, name)
+    values = {**kernels._CONSTANTS, **constants}
+    kinds = {
+        each: "constexpr" if each in values else masks if each == "masks" else KINDS.get(each, "i32")
+        for each in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(each),): value for each, value in values.items()}
+    compiled = triton.compile(ASTSource(kernel, kinds, places), target=HOPPER, options={"num_warps": warps})
+    assert compiled.asm["cubin"]
