@@ -47,7 +47,7 @@ def main(gigabytes: float) -> None:
     writer, nbytes = ChangeWriter(words, regions), 2 * sum(words)
     body = torch.empty(table_bytes(finder.tiles) + nbytes // 4, dtype=torch.uint8, device="cuda")
     copied = [milliseconds(lambda: [to.copy_(of) for to, of in zip(memory, base, strict=True)]) for _ in range(3)]
-    print(f"{nbytes / 1e9:.1f} GB; a copy takes {min(copied):.2f} ms")
+    sys.stdout.write(f"{nbytes / 1e9:.1f} GB; a copy takes {min(copied):.2f} ms\n")
     for share in (SHARES[0], *SHARES):  # the first round warms up
         change(new, share)
         found = torch.zeros(2, dtype=torch.int64, device="cuda")
@@ -58,9 +58,13 @@ def main(gigabytes: float) -> None:
         write_ms = milliseconds(lambda: writer.write(own))  # noqa: B023
         assert (int(sums[0][0]) ^ checksum) & CHECKSUM == 0
         assert all(a.view(torch.int16).equal(b.view(torch.int16)) for a, b in zip(new, memory, strict=True))
-        print(f"{share:6.1%} changed: find {find_ms:5.2f} ms, check {check_ms:4.2f}, write {write_ms:4.2f}")
+        sys.stdout.write(
+            f"{share:6.1%} changed: find {find_ms:5.2f} ms, check {check_ms:4.2f}, write {write_ms:4.2f}\n"
+        )
     unchecked = torch.zeros(2, dtype=torch.int64, device="cuda")
-    print(f"unchanged, without a proof: find {milliseconds(lambda: finder.find(0, body, unchecked, NONE)):.2f} ms")
+    sys.stdout.write(
+        f"unchanged, without a proof: find {milliseconds(lambda: finder.find(0, body, unchecked, NONE)):.2f} ms\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kernels of changed words compile for a Hopper GPU. That needs no GPU. An interpreter accepts more than a compiler."""
+"""The kernels of changed words compile for a Hopper GPU. That needs no GPU, and finds more than an interpreter."""
 
 from __future__ import annotations
 
