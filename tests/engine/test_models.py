@@ -334,15 +334,17 @@ MoE Lite, Hunyuan, Hunyuan MoE, Mellum, MiMo-V2, MPT, Phi, Qwen3-Next, Qwen3.5 a
 
 Equal on H200s too, with vLLM 0.26 and, but for the drafters, CUDA graphs:
 
-- Qwen3-Next, Qwen3.5 with its tower, and Qwen3.5 MoE with its tower and without. Without FlashInfer these need
+- Qwen3-Next, and Qwen3.5 and Qwen3.5 MoE, both with their tower and without. Without FlashInfer these need
   `additional_config={{"gdn_prefill_backend": "triton"}}`.
 - GPT-OSS in [MXFP4](../use/quantized.md#which-engines), as its own checkpoints are, also at the widths of the published
   20 B with one worker and two (`tests/gpu/test_mxfp4.py`). FlashInfer takes attention sinks on Blackwell alone.
 - The drafters of MiMo (`mtp`) and of a Llama (`eagle`, `eagle3`) with two workers: answers and drafts
   (`tests/gpu/test_drafters_of_two_workers.py`).
-- Gemma 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures in the prompts, also on an H100
-  (`tests/gpu/test_pictures.py`). LLaVA, LLaVA-OneVision and Mistral 3 do not start there: transformers 5.17 lacks a
-  class that vLLM 0.26 imports.
+- Gemma 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures in the prompts, also on an H100, and without their towers
+  (`tests/gpu/test_pictures.py`). So are Gemma 3's adapters, and pushes of its text model alone
+  (`tests/engine/test_vision_language.py`). LLaVA, LLaVA-OneVision and Mistral 3 do not start there: transformers 5.17
+  lacks a class that vLLM 0.26 imports.
+- A token classifier, BERT and rerankers of Qwen3 (`tests/engine/test_pooling.py`).
 """
 
 

@@ -314,6 +314,7 @@ def test_a_benchmark_that_is_interrupted_ends_its_processes_and_begins_no_other_
     axes = {"backend": ["plain"], "ranks": [1], "dtype": ["bfloat16"], "shape": ["tiny"], "tp": [1]}
     axes |= {"transport": ["ipc"], "bucketer": ["module"], "quantization": ["none"], "engines": [1, 2, 3]}
     axes |= {"data_parallel_size": [1], "expert_parallel": [False], "load_format": ["auto"]}
+    axes |= {"encoding": ["none"], "changed": [1.0]}
     options = Namespace(
         **axes, client=["http"], way=["weightsync"], jobs=1, cuda_graphs=None, trainer_on_cpu=False, max_bytes=None,
         num_iters_warmup=0, num_iters=1,

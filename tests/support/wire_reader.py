@@ -129,6 +129,7 @@ TRANSPORT_FIELDS: dict[str, dict[str, Form]] = {
         "slots": COUNT,
         "pushes": COUNT,
         "encoders": array(COUNT),
+        "by_words": boolean,
         "origins": array(array(COUNT)),
         "onward": maybe(COUNT),
         "before": NAMES,

@@ -66,7 +66,7 @@ def quantised(form: Form | BlockForm, dtype: torch.dtype) -> int:
 
 def changes() -> int:
     launches = changed_words_triton.FindLaunches, changed_words_triton.WriteLaunch
-    cases = [(0.0, 3), (0.01, WHOLE), (0.01, 1), (0.3, 0), (1.0, WHOLE)]
+    cases = [(0.01, WHOLE), (1.0, 0)]
     for part, sample in cases:
         assert test_changed_words.check_all(part, sample, *launches) == test_changed_words.check_all(part, sample)
     return len(cases)
