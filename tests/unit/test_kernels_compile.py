@@ -13,6 +13,8 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from weightsync.kernels import changed_words_triton as kernels  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset")  # as in a process with a GPU
+
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {
     "body": "*u8", "counts": "*i32", "ends": "*i64", "found": "*i64", "jobs": "*i32", "piece_of_tile": "*i32",
