@@ -18,6 +18,7 @@ are odd, and depend on the tile and the place in it. The low 32 bits of the sum 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +126,7 @@ class ChangeWriter:
     """
 
     def __init__(self, words: Sequence[int], regions: Sequence[Region]) -> None:
-        self._first_tiles = [tiles_of(words[:number]) for number in range(len(words) + 1)]
+        self._first_tiles = [*accumulate((-(-count // TILE) for count in words), initial=0)]
         self.tiles = self._first_tiles[-1]
         self._regions = regions
         self._launches: Any = None

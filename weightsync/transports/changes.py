@@ -13,7 +13,7 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -194,7 +194,8 @@ class Bases:
         The bodies of the third part before this one must have been sent. The rest returns the changes along each chain.
         """
         finders, rooms = self._comparisons[part], self._rooms[part]
-        bodies = dict(zip(finders, _split(self._bodies[part % BODIES], rooms.values()), strict=True))
+        split = self._bodies[part % BODIES][: sum(rooms.values())].split([*rooms.values()])
+        bodies = dict(zip(finders, split, strict=True))
         sums = torch.zeros(len(finders), 2, dtype=torch.int64, device=self._device)
         for at, group in enumerate(self._groups[part]):
             for number in group:
@@ -248,14 +249,6 @@ def _bytes(place: ShardLocation) -> tuple[int, int]:
     """Return the first byte of a place, and the byte after its last pair of words. Gaps follow."""
     size = itemsize(place.dtype)
     return place.offset * size, place.offset * size + 2 * words_of(place.box.numel * size)
-
-
-def _split(body: torch.Tensor, rooms: Iterable[int]) -> list[torch.Tensor]:
-    bodies, first = [], 0
-    for room in rooms:
-        bodies.append(body[first : first + room])
-        first += room
-    return bodies
 
 
 def _begin_to_read(numbers: torch.Tensor) -> Callable[[], list[list[int]]]:

@@ -54,8 +54,8 @@ class ChangedRuns:
             for rank, own in words.items():
                 self._writers[part[0], rank] = ChangeWriter(own, regions[rank])
 
-    def begin(self) -> None:
-        """Begin a push."""
+    def clear(self) -> None:
+        """Forget the changes. Their memory is the engine's again."""
         self._arrived.clear()
         self._sums.clear()
 
@@ -89,7 +89,9 @@ class ChangedRuns:
         """Write the changed words. On a GPU the work is queued on the current stream. Return the bytes read."""
         for each in self._arrived:
             self._writer(each).write(each.body)
-        return sum(each.body.numel() for each in self._arrived)
+        nbytes = sum(each.body.numel() for each in self._arrived)
+        self.clear()
+        return nbytes
 
     def _writer(self, changes: Changes) -> ChangeWriter:
         return self._writers[changes.chunks[0], changes.rank]

@@ -359,9 +359,10 @@ class _BoundPlan:
         self.verifier.begin()
         since = time.perf_counter()
         if (changed := self.changed) is not None:
-            changed.begin()
+            changed.clear()
             if source.changes(due, wait, new_deadline, lambda changes: changed.add(changes, go.sample)):
                 return self._run_changes(changed, go, wait, new_deadline, due, since)
+            changed.clear()
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
                 path.begin(is_first)
