@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -55,11 +55,13 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 class Trainer:
     """A policy in float32, whose steps change few of the bfloat16 values that travel."""
 
-    def __init__(self, engine: Any, encoding: str | None = "delta", seed: int = 1, **options: Any) -> None:
+    def __init__(
+        self, engine: Any, encoding: str | None = "delta", seed: int = 1, backend: str = "fsdp", **options: Any
+    ) -> None:
         self.master = weights(seed)
         self.draw = torch.Generator().manual_seed(seed)
         self.sync = WeightSync(
-            "fsdp", "broadcast", engine, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=NBYTES // 4, **options
+            backend, "broadcast", engine, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=NBYTES // 4, **options
         )
         self.model = module_of({name: tensor.bfloat16() for name, tensor in self.master.items()})
 
@@ -111,6 +113,24 @@ def test_a_push_sends_what_has_changed(kind: str, host: ModuleHost, engine: Fake
         trainer.check(host)
         assert (report.nbytes, report.chunks > 2) == (NBYTES, True)
         assert report.sent_bytes < NBYTES / factor
+    trainer.sync.close()
+
+
+STREAMS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "dict": lambda tensors: tensors,
+    "function": lambda tensors: lambda: ((name, tensor.clone()) for name, tensor in tensors.items()),
+    "iterator": lambda tensors: iter(tensors.items()),
+}
+
+
+@pytest.mark.parametrize("form", STREAMS)
+def test_a_stream_sends_what_has_changed_and_is_read_once(host: ModuleHost, engine: FakeEngine, form: str):
+    trainer = Trainer(engine, backend="stream")
+    for lr, sends_changes in ((0.0, False), (1e-6, True), (1.0, False), (1e-6, True)):
+        trainer.step(lr)
+        stream = STREAMS[form](dict(trainer.model.named_parameters()))
+        assert (trainer.sync.push(stream).sent_bytes < NBYTES / 40) is sends_changes
+        trainer.check(host)
     trainer.sync.close()
 
 
@@ -296,13 +316,17 @@ def test_a_chain_of_more_than_twice_its_length_is_sent_everything_once(monkeypat
     assert chunks[0] == chunks[3] < 0.7 * chunks[4] == 0.7 * chunks[7]
 
 
-def test_a_model_that_has_moved_is_sent_in_what_has_changed(host: ModuleHost, engine: FakeEngine):
-    trainer = Trainer(engine)
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_model_that_has_moved_is_sent_in_what_has_changed(host: ModuleHost, engine: FakeEngine, frozen: int):
+    names = [f"layers.{number}" for number in range(frozen)]
+    trainer = Trainer(engine, selection=TensorSelection(frozen=tuple(names)))
     trainer.push()
+    started = {name: trainer.master[name].clone() for name in names}
     for _ in range(2):
-        trainer.model = module_of({name: param.detach().clone() for name, param in trainer.model.named_parameters()})
         trainer.step()
-        assert trainer.push().sent_bytes < NBYTES / 40
+        trainer.master |= {name: started[name].clone() for name in names}
+        trainer.model = module_of({name: master.bfloat16() for name, master in trainer.master.items()})
+        assert trainer.push().sent_bytes < NBYTES * frozen / LAYERS + NBYTES / 40
         trainer.check(host)
     trainer.sync.close()
 

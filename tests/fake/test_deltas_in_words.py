@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import megatron_models
 import pytest
 import torch
-from engines import TIMEOUT_S
+import torch.distributed as dist
+import zero
+from engines import TIMEOUT_S, Trainers
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of
+from megatron_models import Mesh, hf_config
 from ranks import run_ranks
 from test_deltas import NBYTES, ROWS, Trainer, engine_host
 from test_fused_quantize import quantise
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from weightsync import DigestError, WeightSync, WeightSyncError
+from weightsync import DigestError, MegatronBackend, TensorSelection, WeightSync, WeightSyncError
 from weightsync.kernels.digest import SAMPLES
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel
 from weightsync.transports import nccl, nccl_sender
@@ -26,6 +33,8 @@ from weightsync.transports.changes import head
 from weightsync.transports.nccl import NcclTransport
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.load_planner import FUSED_QUANTIZE
+
+pytest_plugins = ["engine_fixtures"]
 
 
 @pytest.fixture(autouse=True)
@@ -178,3 +187,126 @@ def test_an_engine_that_quantises_keeps_the_bytes_of_its_weights(form: Form):
             for name, tensor in host.live.state_dict().items():
                 assert tensor.flatten().view(torch.uint8).equal(expected[name].flatten().view(torch.uint8)), name
         sync.close()
+
+
+# Trainers of two ranks. The third of their pushes has no room for its changes, and sends everything.
+
+
+class Named(nn.Module):
+    """Matrices and vectors under the names of a checkpoint, in an engine."""
+
+    def __init__(self, like: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = module_of({name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()})
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            self.inner.get_parameter(name).data.copy_(tensor)
+
+
+class Pushes:
+    """A rank that pushes changed words, on rank 0 into an engine that began with `like`."""
+
+    def __init__(self, backend: Any, like: dict[str, torch.Tensor], **options: Any) -> None:
+        self.host = ModuleHost(partial(Named, like), like) if dist.get_rank() == 0 else None
+        self.engine = None if self.host is None else FakeEngine(self.host)
+        self.patch = mock.patch.object(nccl, "finds_words", return_value=True)
+        self.patch.start()
+        how = {"max_bytes": 40_000, "timeout_s": TIMEOUT_S, **options}
+        self.sync = WeightSync(backend, "broadcast", self.engine, encoding="delta", **how)
+
+    def push(self, model: Any, expected: dict[str, torch.Tensor], is_whole: bool) -> None:
+        report = self.sync.push(model)
+        assert (report.sent_bytes >= report.nbytes, report.sent_bytes < report.nbytes / 12) == (is_whole, not is_whole)
+        for name, param in self.host.live.inner.named_parameters() if self.host is not None else ():
+            assert param.view(torch.uint8).equal(expected[name].view(torch.uint8)), name
+
+    def close(self) -> None:
+        self.sync.close()
+        self.patch.stop()
+        if self.engine is not None:
+            self.engine.close()
+
+
+class Net(nn.Module):
+    """Sizes that two ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(131, 131) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x
+
+
+def steps_of_zero_3(_: object) -> None:
+    torch.manual_seed(1)
+    settings = zero.config(3, param_persistence_threshold=200)
+    settings["optimizer"]["params"] |= {"lr": 1e-6, "weight_decay": 0.0}
+    engine = zero.initialize(Net(), settings)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    with closing(Pushes("deepspeed", zero.gathered(engine))) as pushes:
+        now: dict[str, torch.Tensor] = {}
+        for lr, is_whole in ((1e-6, True), (1e-6, False), (0.1, True), (1e-6, False)):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = lr
+            engine.backward(engine(torch.randn(2, 131, generator=draw).bfloat16()).float().square().mean())
+            engine.step()
+            now, before = zero.gathered(engine), now
+            assert any(not now[name].equal(tensor) for name, tensor in before.items()) or not before
+            pushes.push(engine, now, is_whole)
+    engine.destroy()
+
+
+def test_zero_3_sends_the_words_that_its_steps_have_changed(trainers: Trainers):
+    trainers.call(steps_of_zero_3)
+
+
+def pushes_of_megatron(_: object, folder: Path, mesh: Mesh, frozen: tuple[str, ...]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = hf_config("llama")
+    state = megatron_models.checkpoint(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
+    chunks = megatron_models.build(config, mesh, torch.bfloat16, padding=5)
+    selection = TensorSelection(frozen=frozen)
+    backend = MegatronBackend(vocab_size=config.vocab_size)
+    with closing(Pushes(backend, state, selection=selection)) as pushes:
+        for seed, step in enumerate((50, 100, 1, 100)):
+            for name, tensor in state.items():
+                if not (seed and selection.freezes(name, trains=True)):
+                    tensor.view(-1)[seed::step] += 1
+            megatron_models.load(chunks, config, state)
+            pushes.push(chunks, state, step != 100)
+
+
+STAGE_0 = "model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "frozen"), [(Mesh(tp=2), ()), (Mesh(pp=2), STAGE_0)], ids=["TP", "PP, a frozen stage"]
+)
+def test_megatron_sends_changed_words(trainers: Trainers, tmp_path: Path, mesh: Mesh, frozen: tuple[str, ...]):
+    trainers.call(pushes_of_megatron, tmp_path, mesh, frozen)
+
+
+def pushes_of_streams(_: object) -> None:
+    torch.manual_seed(1)
+    state = {f"layers.{number}": torch.randn(50 + number, 333).bfloat16() for number in range(6)}
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            halves = tensor / 2
+            dist.all_reduce(halves)
+            yield name, halves
+
+    with closing(Pushes("stream", state)) as pushes:
+        for seed, step in enumerate((50, 100, 1, 100)):
+            for tensor in state.values():
+                tensor.view(-1)[seed::step] += 1
+            pushes.push(gathered if seed % 2 else gathered(), state, step != 100)
+
+
+def test_a_stream_that_ranks_gather_sends_changed_words(trainers: Trainers):
+    trainers.call(pushes_of_streams)

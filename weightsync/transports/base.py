@@ -352,7 +352,7 @@ class TransportReceiver(ABC):
         deadline: Callable[[], Deadline],
         arrived: Callable[[Changes], object],
     ) -> bool:
-        """Receive the changes since the last push. Return False if `chunks` yields everything.
+        """Receive the changes of these chunks since the last push. Return False if `chunks` yields them.
 
         Every push calls it first, if `sends_changes`. Blocks until all changes have arrived. On a GPU, later work on
         the current stream can read the bodies given to `arrived`. The other arguments are as in `chunks`.
@@ -367,7 +367,7 @@ class TransportReceiver(ABC):
         the last one, in the order of the device's current stream. If the iterator is not exhausted, the push failed.
 
         Args:
-            numbers: The numbers of all chunks of one push.
+            numbers: The numbers of the chunks of one push, without the chunks of `changes`.
             wait: Called during waits. It raises if a peer has failed.
             deadline: Returns the deadline of a wait that begins now.
         """

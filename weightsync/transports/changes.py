@@ -24,7 +24,7 @@ from weightsync.kernels.changed_words import NONE, ChangeFinder, Piece, can_comp
 from weightsync.planning.layout import ShardLocation, itemsize
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import align
-from weightsync.transports.staging import Layout, Packer, SlotSection
+from weightsync.transports.staging import Layout, Packer, SlotSection, keys_of
 
 HEAD_BYTES = 24
 WHOLE = -1
@@ -155,7 +155,7 @@ class Bases:
                 slot = slots[number % len(slots)]
                 found = {key: _in_slot(own[key], self._runs[key], slot) for key in own}
             pieces.update((key, each) for key, each in found.items() if each is not None)
-        chains = sorted({chain for _, chain in pieces})
+        chains = keys_of(layout)
         # Chunks in their slots are compared one by one, and others between them at once.
         self._groups = [
             [[*own] for _, own in groupby(part, key=lambda number: number if number in self._packed else -1)]
@@ -184,9 +184,11 @@ class Bases:
         if (base := self._runs.get((number, chain))) is not None:
             base.copy_(run[: base.numel()], non_blocking=True)
 
-    def reads_alone(self, part: int) -> bool:
-        """Return whether comparing a part calls no other code: its tensors are compared in place."""
-        return self._packed.isdisjoint(self.parts[part])
+    def restore(self, number: int) -> None:
+        """Copy the bytes of the last comparison into the chunk's slot."""
+        for chain, section in self._layout[number].items():
+            at = self._slots[number % len(self._slots)][section.first :]
+            at[: section.nbytes].copy_(self._runs[number, chain], non_blocking=True)
 
     def find(self, part: int, sample: int | None) -> Callable[[], list[Found]]:
         """Begin to compare the chunks of a part, and make the bases equal. Return the rest, which waits for the GPU.

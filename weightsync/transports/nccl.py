@@ -52,8 +52,8 @@ from weightsync.transports.changes import HEAD_BYTES, WHOLE, parts_of, read_head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import ReceiveBuffers, drop_digests, length, read
 from weightsync.transports.members import check_machines, kind_of, meet, route_chains, wait_unless_aborted
-from weightsync.transports.nccl_sender import AHEAD, COPY_PROGRAMS, ChangeSender, MessageSender, Sender, keys_of
-from weightsync.transports.staging import Layout, endpoint, receive_layout, send_layout, still_open
+from weightsync.transports.nccl_sender import AHEAD, COPY_PROGRAMS, ChangeSender, MessageSender, Sender
+from weightsync.transports.staging import Layout, endpoint, keys_of, receive_layout, send_layout, still_open
 
 _LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
 """Smallest chunks that workers pass on. Smaller ones cost more processor time than they save."""
@@ -318,7 +318,7 @@ class NcclReceiver(TransportReceiver):
             last = self._heads(2 * len(parts) + 1, [0] * len(told.encoders), under_way, wait, deadline)
             is_whole = is_whole or any(nbytes == WHOLE for nbytes, _ in last)
         under_way.bound(0, wait, deadline())
-        self._pushes += not is_whole
+        self._pushes += 1
         return not is_whole
 
     def _heads(
@@ -394,7 +394,7 @@ class NcclReceiver(TransportReceiver):
             if last is not None:
                 under_way.add(last)
         under_way.bound(0, wait, deadline())
-        self._pushes += 1
+        self._pushes += not self._told.by_words  # `changes` has counted the push
 
     def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
         """Receive, and pass on, whether each rank encodes this push."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from weightsync.transports.base import FIRST_USES, SLOTS, LocalTensors, Wait
 from weightsync.transports.changes import BODIES, WHOLE, Bases, Choice, Found, first_whole, head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import Encoder
-from weightsync.transports.staging import Layout, Packer, slot_bytes, still_open
+from weightsync.transports.staging import Layout, Packer, keys_of, slot_bytes, still_open
 
 AHEAD = 8
 """Most GPU operations in flight before the host waits for the oldest. The stream orders them.
@@ -89,8 +89,7 @@ class Sender:
             update.wait(seconds)
 
         self._sent_bytes = 0
-        if not self._send_changes(chunks, sample, update, wait):
-            self._send_runs(chunks, sample, update, wait)
+        self._send_runs(self._send_changes(chunks, sample, update, wait), sample, update, wait)
         self.pushes += 1
         return self._sent_bytes
 
@@ -102,9 +101,13 @@ class Sender:
         """Note that all workers have loaded the push."""
         return
 
-    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> bool:
-        """Begin a push. Return whether it has ended, since its changes alone were sent."""
-        return False
+    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
+        """Begin a push, and send some chunks as changes. Return the others."""
+        return chunks
+
+    def _fill(self, number: int, sample: int | None) -> None:
+        """Write the bytes of a chunk and their digests into its slot."""
+        still_open(self.packer).fill(number, sample)
 
     def _sends(self, number: int, runs: Sequence[tuple[torch.Tensor, int]]) -> Sequence[tuple[torch.Tensor, int]]:
         """Return the data to send for the runs of a chunk, each with its chain."""
@@ -119,7 +122,7 @@ class Sender:
         # A first use of a kernel may synchronise the GPU. The host waits for earlier operations before it.
         first_uses = FIRST_USES if still_open(self.packer).is_loaded and not self._computes else len(chunks)
         waits = 0 if self._has_sent or self.device.type != "cuda" else first_uses
-        self._has_sent = True
+        self._has_sent |= bool(chunks)
         posted: dict[int, Operation] = {}  # by slot
         for at, number in enumerate(chunks):
             if (earlier := posted.pop(number % SLOTS, None)) is not None:
@@ -131,7 +134,7 @@ class Sender:
             slot = self._slots[number % SLOTS]
             for section in self.layout[number].values() if self._clears_gaps else ():
                 section.clear_gaps(slot)
-            still_open(self.packer).fill(number, sample)
+            self._fill(number, sample)
             runs = [(slot[each.first : each.end], chain) for chain, each in self.layout[number].items()]
             if sends := self._sends(number, runs):
                 posted[number % SLOTS] = self._start(number, sends, under_way)
@@ -165,12 +168,12 @@ class MessageSender(Sender):
             self._encoder.reconnect()
         self.pushes = self._encoder.pushes
 
-    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> bool:
+    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
         under_way = UnderWay()
         self._encoder.begin()
         self._announce(self._encoder.encodes, under_way)
         under_way.bound(0, wait, update.deadline_after_workers())
-        return False
+        return chunks
 
     def _sends(self, number: int, runs: Sequence[tuple[torch.Tensor, int]]) -> Sequence[tuple[torch.Tensor, int]]:
         if not self._encoder.encodes:
@@ -231,14 +234,15 @@ class ChangeSender(Sender):
             self._comparing, self._begun, self._whole_left = [], False, 1
             return
         self._begun = True
-        early = range(len(self._bases.parts))[: BODIES - 1]
-        self._comparing = [self._bases.find(part, sample) for part in takewhile(self._bases.reads_alone, early)]
+        if not self._computes:  # else the ranks gather together, which must be in the order of `send`
+            early = range(len(self._bases.parts))[: BODIES - 1]
+            self._comparing = [self._bases.find(part, sample) for part in early]
 
     def note_loaded(self) -> None:
         self._choice.note_loaded(self._tried, self._were_sent)
 
-    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> bool:
-        """Send the changes, if this push does. Collective among the ranks."""
+    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
+        """Send the changes, if this push does, and return chunks as `Sender` does. Collective among the ranks."""
         under_way = UnderWay()
         self._choice.begin()
         self._tried, self._were_sent, self._begun = not self._whole_left, False, False
@@ -247,14 +251,23 @@ class ChangeSender(Sender):
             self._bases = None
         elif self._bases is None:
             self._bases = self._new_bases(None)
+        coming = iter(chunks)
         if self._tried:
-            self._were_sent = self._send_parts(still_open(self._bases), iter(chunks), sample, update, wait)
+            self._were_sent = self._send_parts(still_open(self._bases), coming, sample, update, wait)
         under_way.bound(0, wait, update.deadline_after_workers())
         self._whole_left = update.ranks.broadcast(self._choice.after(), "transfer")
-        return self._were_sent
+        return [*coming] if self._were_sent else chunks
+
+    def _fill(self, number: int, sample: int | None) -> None:
+        if self._tried and number in self._changing:
+            # A stream gives its tensors once, and the comparison has read them.
+            still_open(self._bases).restore(number)
+            still_open(self.packer).seal(number, sample)
+        else:
+            super()._fill(number, sample)
 
     def _keep(self, number: int, runs: Sequence[tuple[torch.Tensor, int]]) -> None:
-        if self._bases is not None:
+        if self._bases is not None and not self._tried:  # a comparison has made the bases equal
             for run, chain in runs:
                 self._bases.keep(number, chain, run)
 
@@ -290,8 +303,3 @@ class ChangeSender(Sender):
             nbytes = body.numel() if fits and body is not None else WHOLE
             heads.append((head(nbytes, checksum, self.pushes, self.device), chain))
         self._start(len(self.layout) + number + 1, heads, under_way)
-
-
-def keys_of(layout: Layout) -> list[int]:
-    """Return the keys with a section in the layout: ranks of a worker's, chains of a rank's."""
-    return sorted({key for those in layout for key in those})

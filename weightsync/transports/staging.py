@@ -124,6 +124,11 @@ def _parts_read(pieces: Iterable[ShardLocation], reads: Mapping[str, Sequence[Bo
     return [part for part in parts if part is not None]
 
 
+def keys_of(layout: Layout) -> list[int]:
+    """Return the keys with a section in the layout: ranks of a worker's, chains of a rank's."""
+    return sorted({key for those in layout for key in those})
+
+
 def slot_bytes(layout: Layout) -> int:
     """Return a slot size that fits each of these chunks."""
     return align(max((section.end for sections in layout for section in sections.values()), default=0))
@@ -223,6 +228,11 @@ class Packer:
                 place.copy_(_part(self._values[own], own.box, box))
             if self._last[own] == number:
                 del self._values[own]
+        self.seal(number, sample)
+
+    def seal(self, number: int, sample: int | None) -> None:
+        """Write the digests of `sample` after the bytes in the chunk's slot."""
+        step = self._steps[number]
         if sample is not None and step.slot is not None:
             self._digests.write(sample, self._written[number], number)
             step.slot.view(torch.int64).index_copy_(0, self._ends[number], self._written[number])

@@ -355,18 +355,26 @@ class _BoundPlan:
         self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], due: Sequence[int], is_first: bool
     ) -> Done:
         transfer_s = verify_s = load_s = 0.0
-        nbytes, loaded, source = 0, [], self._arrivals.source
+        nbytes, loaded, source = 0, list[int](), self._arrivals.source
         self.verifier.begin()
         since = time.perf_counter()
         if (changed := self.changed) is not None:
             changed.clear()
-            if source.changes(due, wait, new_deadline, lambda changes: changed.add(changes, go.sample)):
-                return self._run_changes(changed, go, wait, new_deadline, due, since)
-            changed.clear()
+            changing = self._arrivals.chunks(False)
+            if source.changes(changing, wait, new_deadline, lambda changes: changed.add(changes, go.sample)):
+                loaded += changing
+                transfer_s, since = time.perf_counter() - since, time.perf_counter()
+                changed.finish_checks(go.sample)
+                verify_s, since = time.perf_counter() - since, time.perf_counter()
+            else:
+                changed.clear()
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
                 path.begin(is_first)
-        for number in source.chunks(due, wait, new_deadline):
+        if changed is not None and loaded:
+            nbytes += self._load_changes(changed, wait, new_deadline)
+            load_s, since = time.perf_counter() - since, time.perf_counter()
+        for number in source.chunks(due[len(loaded) :], wait, new_deadline):
             if number in self._blocking or (is_first and number in self._first_uses):
                 await_stream(self._arrivals.model.device, number, source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
@@ -383,31 +391,16 @@ class _BoundPlan:
         self._refuse_unfinished(go.version)
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
 
-    def _run_changes(
-        self,
-        changed: ChangedRuns,
-        go: Go,
-        wait: Wait,
-        new_deadline: Callable[[], Deadline],
-        due: Sequence[int],
-        since: float,
-    ) -> Done:
-        """Write the changed words of a push, after the proof of all of them, and load the kept chunks."""
-        arrived = time.perf_counter()
-        changed.finish_checks(go.sample)
-        verified = time.perf_counter()
-        with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
-            for path in self._paths:
-                path.begin(False)
+    def _load_changes(self, changed: ChangedRuns, wait: Wait, new_deadline: Callable[[], Deadline]) -> int:
+        """Write changed words, and load the kept chunks. Return the number of bytes read."""
         nbytes = changed.write()
         in_place, *others = self._paths
-        for number in due:
+        for number in self._arrivals.chunks(False):
             with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
                 nbytes += sum(path.load(number) for path in others)
                 if number in changed.kept:
                     nbytes += in_place.load(number)
-        self._refuse_unfinished(go.version)
-        return Done(go.version, nbytes, arrived - since, verified - arrived, time.perf_counter() - verified)
+        return nbytes
 
     def _refuse_unfinished(self, version: int) -> None:
         if unfinished := [name for path in self._paths for name in path.unfinished()]:
