@@ -13,6 +13,11 @@ PHASES = ("connect", "plan", "open", "go", "run", "done", "commit", "close")
 """Where rank 0 is when it happens: the workers have come; they have answered how they load; the update is open and
 nothing is written; they were told to go; rank 0 is in the middle of its chunks; it has sent all; all have loaded; the
 version is stamped and generation is still paused."""
+CHANGE_PHASES = ("open", "go", "run", "last", "done", "commit", "close")
+"""The same where few weights have changed, and only changed words are sent: rank 0 is in the middle of its parts; its
+changes are sent, and no worker knows yet that they are all."""
+DAMAGED_PHASES = ("go", "run", "last")
+"""Those of them after which rank 0 sends changes, or a head."""
 ADAPTER_PHASES = ("plan", "save", "load", "loaded")
 """The same where adapters alone are pushed: the engines were asked what they take; the files are made, and rank 0 has
 written nothing; all ranks have written; every engine has loaded the adapter."""
@@ -25,6 +30,8 @@ IN_RANK = ("LLM", "AsyncLLM", IN_ONE_PROCESS)
 RANKS = ("rank 0", "rank 1")
 RANKS_NAMED = ("trainer rank 0", "trainer rank 1")
 LINKS = ("rank 0 - rank 1", "rank 0 - worker")
+DAMAGED = "damaged"
+"""What becomes of the next changes that rank 0 sends, or of its last head."""
 CUT_OFF = ("dropped", "refused")
 """What becomes of the packets of a connection, and of new connections, until the others have raised."""
 
@@ -59,6 +66,11 @@ class Expected:
     may_return: bool = False
 
 
+def phases_of(transport: str) -> tuple[str, ...]:
+    """Return the columns of a transport's table."""
+    return {"lora": ADAPTER_PHASES, "changes": CHANGE_PHASES}.get(transport, PHASES)
+
+
 def expected_of_adapter(cell: Cell) -> Expected:
     """Return what must follow of a cell in which an adapter is pushed. The weights stay as they are."""
     is_loaded = cell.phase == "loaded"
@@ -84,6 +96,8 @@ def expected(cell: Cell) -> Expected:
     """Return what must follow of a cell."""
     if cell.transport == "lora":
         return expected_of_adapter(cell)
+    if cell.how == DAMAGED:
+        return Expected((MUTE,), ("DigestError", "ProtocolError"), ("engine 0", "engine worker"))
     engine_dies = cell.how == "killed" and cell.who not in RANKS
     conductor_is_gone = (cell.who, cell.how) == ("rank 0", "killed")
     match cell.phase:
@@ -119,7 +133,8 @@ def expected(cell: Cell) -> Expected:
     may_return = cell.phase == "done" and cell.how in ("stopped", *CUT_OFF)
     may_return |= cell.how in CUT_OFF and cell.phase == "close"
     # The other rank may have done its part before, and is told later that rank 0 has pushed.
-    may_return |= cell.how in CUT_OFF and cell.who == LINKS[0] and cell.phase in ("go", "run", "commit")
+    sends_alone = cell.transport != "changes" or cell.phase == "commit"  # changes are sent by all ranks or none
+    may_return |= sends_alone and cell.how in CUT_OFF and cell.who == LINKS[0] and cell.phase in ("go", "run", "commit")
     may_return |= (cell.transport, cell.who, cell.how, cell.phase) == ("checkpoint", "rank 1", "stopped", "run")
     # All its bytes may be in the kernel's buffers before, or in slots that need no code of its.
     in_buffers = cell.transport in ("broadcast", "nixl") and (cell.who, cell.how) == ("rank 1", "stopped")
@@ -154,8 +169,10 @@ def cells_of(client: str, transport: str) -> Iterator[Cell]:
         hows = [
             (who, how) for who, how in hows if who not in (LINKS[1], "worker") and (who, how) != ("rank 0", "stopped")
         ]
+    if transport == "changes" and client != ON_HOSTS:
+        hows = [*hows, (LINKS[1], DAMAGED)]
     for who, how in hows:
-        for phase in PHASES if transport != "lora" else ADAPTER_PHASES:
+        for phase in phases_of(transport) if how != DAMAGED else DAMAGED_PHASES:
             yield Cell(client, transport, who, how, phase)
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cells import CUT_OFF, DEAD, IN_RANK, LINKS, NEW, ON_HOSTS, RANKS, Cell, expected
+from cells import CUT_OFF, DAMAGED, DEAD, IN_RANK, LINKS, MUTE, NEW, ON_HOSTS, RANKS, Cell, expected
 from engines import Remote
 from hosts import Host, Hosts
-from looks import KNOWN, Look, state_of
+from looks import KNOWN, Look, known_of, state_of
 from own_engine import OwnEngineSide, RaySide
 from servers import AdapterServer, ServerSide
 from stand_in import TP, StandInWorker
@@ -61,7 +61,7 @@ class StandIn:
     def __init__(self, folder: Path, transport: str, hosts: Hosts | None) -> None:
         self._paths = [str(folder / f"engine-{rank}") for rank in range(TP)]
         self.address = self._paths, "127.0.0.1" if hosts is None else hosts.address("B")
-        self._hosts, self._transport = hosts, transport
+        self._hosts, self._transport, self._known = hosts, transport, known_of(transport)
         self._workers: list[Remote] = []
         self.weights, self.version = "", 0
         self.start()
@@ -80,10 +80,14 @@ class StandIn:
     def kill(self, who: str) -> None:
         end(self._workers[self.victims.index(who)])
 
+    def weights_of_workers(self) -> list[str]:
+        """Return the weights that each worker has whole, "" for a mixture."""
+        return [worker.call(StandInWorker.look, self._known, timeout_s=20)[1] for worker in self._workers]
+
     def look(self) -> Look | None:
         """Return None where the engine is dead, or a part of it."""
         try:
-            looks = [worker.call(StandInWorker.look, KNOWN, timeout_s=20) for worker in self._workers]
+            looks = [worker.call(StandInWorker.look, self._known, timeout_s=20) for worker in self._workers]
             newest = self._workers[0].call(StandInWorker.look_at_adapter, KNOWN, timeout_s=60)
         except (AssertionError, OSError, EOFError):
             return None
@@ -128,7 +132,7 @@ class Bench:
 
     def __init__(self, client: str, transport: str, folder: Path, timeout_s: float) -> None:
         self.client, self.transport, self.folder, self.timeout_s = client, transport, folder, timeout_s
-        self.short_s = timeout_s
+        self.short_s, self.known = timeout_s, known_of(transport)
         self.hosts = Hosts("A", "B", "C", shared=folder).__enter__() if client == ON_HOSTS else None
         self.engine: Any = None
         if client in IN_RANK:
@@ -183,10 +187,14 @@ class Bench:
         if cell.how in ("stopped", *CUT_OFF):  # the others do not wait for anything
             self.timeout_s = self.short_s
         before = self.engine.weights
-        failing, healing = [weights for weights in KNOWN if weights != before]
+        failing, healing = [weights for weights in self.known if weights != before]
         self.connect(self.ranks)
         if cell.phase not in ("connect", "plan") or self.transport == "lora":
             self.push_well(self.ranks, before)
+        if self.transport == "changes":
+            self.push_well(self.ranks, before)
+            if self.ranks[0].call(Rank.sent_everything):
+                raise NotReadyError("a push without changes sent everything")
         version = self.engine.version
         outcomes = self.fail(cell, result, failing, healing)
         told = {outcome[:2] for outcome in outcomes}
@@ -205,13 +213,15 @@ class Bench:
         result.state = self.settle(states, before, failing, version)
         if result.state not in states:
             result.faults.append(f"the engine is {result.state}, not {' or '.join(states)}")
+        if result.state == MUTE and cell.transport == "changes" and "" in self.engine.weights_of_workers():
+            result.faults.append("a worker has written some of its changes")
         if result.state == DEAD:
             self.engine.start()
             if self.client in IN_RANK:  # and its trainer with it
                 self.make_ready()
             if self.client in (*IN_RANK, RAY) or self.transport == "single_copy":  # they have the old one
                 self.connect(self.ranks)
-        self.heal(cell, result, next(weights for weights in KNOWN if weights not in (before, failing)))
+        self.heal(cell, result, next(weights for weights in self.known if weights not in (before, failing)), has_pushed)
         self.release()
         result.faults += self.leaks()
 
@@ -221,7 +231,7 @@ class Bench:
         """Let the cell's failure happen in a push, and return what the ranks that are left raise."""
         there = self.folder / f"there-{next(self._count)}"
         conductor, second = self.ranks[0], self.ranks[-1]
-        conductor.call(Rank.arm, cell.phase, there, cell.who if cell.how == "closed" else "")
+        conductor.call(Rank.arm, cell.phase, there, cell.who if cell.how == "closed" else "", cell.how == DAMAGED)
         for rank in self.ranks:
             rank.begin(Rank.push, weights)
         wait_for(there.exists, 30)
@@ -234,7 +244,7 @@ class Bench:
             return outcomes
 
         match cell.who, cell.how:
-            case _, "closed":
+            case _, "closed" | "damaged":
                 return go_on(*self.ranks)
             case who, "killed" if who in RANKS:
                 end(victim := self.ranks[RANKS.index(who)])
@@ -299,7 +309,7 @@ class Bench:
 
     # The next push
 
-    def heal(self, cell: Cell, result: Result, weights: str) -> None:
+    def heal(self, cell: Cell, result: Result, weights: str, has_pushed: bool) -> None:
         """Push again, by the ranks if both are left, or else by a new trainer: the engine then serves these weights."""
         healers = self.ranks
         if (cell.who, cell.how) == ("rank 0", "stopped"):
@@ -321,6 +331,8 @@ class Bench:
             result.faults.append(f"the next push does not heal: {told}")
             self.start_anew()
             return
+        if not (has_pushed or healers[0].call(Rank.sent_everything)):
+            result.faults.append("the next push does not send everything")
         look = self.engine.look()
         state = state_of(look, "", weights, self.engine.version - 1)
         if state != NEW:

@@ -16,6 +16,13 @@ from weightsync.net.wire import POISONED
 
 KNOWN = "ABC"
 """The weights that are pushed, each by a letter."""
+
+
+def known_of(transport: str) -> str:
+    """Return the weights to push: for "changes", some that differ from A in few values."""
+    return "Abc" if transport == "changes" else KNOWN
+
+
 UNSEEN = "?"
 """The weights of an engine that is paused and cannot be asked."""
 

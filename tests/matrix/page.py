@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from cells import ADAPTER_PHASES, DEAD, MUTE, NEW, PAUSED, PHASES, UNTOUCHED, Cell, cells_of
+from cells import DEAD, MUTE, NEW, PAUSED, UNTOUCHED, Cell, cells_of, phases_of
 from driver import Result
 
 SIGNS = {UNTOUCHED: "=", MUTE: "P", NEW: "n", PAUSED: "np", DEAD: "†"}
@@ -59,6 +59,16 @@ A number is the seconds until the error came, where that took more than one.
 | done | it has sent all |
 | commit | all have loaded; nobody was told to commit |
 | close | the version is stamped; generation is still paused |
+
+With `changes` few weights have changed since the push before, `broadcast` has an `encoding`, and changed words are
+sent, as between GPUs. A worker writes nothing before the last heads have come. So each worker of a stand-in at P has
+all bits of the old weights or all bits of the new ones. After an error the next push sends everything. "Damaged" is a
+bit of the bytes that rank 0 sends next: of its changes, or in last of a head.
+
+| column | where rank 0 is, with `changes` |
+| --- | --- |
+| run | in the middle of its parts |
+| last | it has sent all changes, and not the last heads |
 
 With `lora` adapters alone are pushed, and the weights stay as they are. There "=" means that the newest adapter is the
 one before, and "n" that it is the pushed one. An adapter whose files all ranks have written is not taken back where a
@@ -124,9 +134,8 @@ def page_of(signs: dict[Cell, str]) -> str:
 
 def table(cells: dict[Cell, str], notes: list[str]) -> Iterator[str]:
     """Yield the lines of a table, and note the cells that do not hold."""
-    phases = [
-        phase for phase in dict.fromkeys((*PHASES, *ADAPTER_PHASES)) if any(cell.phase == phase for cell in cells)
-    ]
+    columns = phases_of(next(iter(cells)).transport)
+    phases = [phase for phase in columns if any(cell.phase == phase for cell in cells)]
     yield f"| | {' | '.join(phases)} |"
     yield "| --- |" + " --- |" * len(phases)
     shown = dict(cells)

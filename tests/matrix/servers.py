@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny_models
-from looks import KNOWN, Look, look_at
+from looks import KNOWN, Look, known_of, look_at
 
 from weightsync.engines import HttpEngine
 from weightsync.errors import WeightSyncError
@@ -48,7 +48,7 @@ class Cold:
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         self.answers: dict[str, Any] = {}
-        self.weights, self.version = "", 0
+        self.weights, self.version, self.known = "", 0, KNOWN
 
     def begin_cold(self) -> None:
         """Note what an engine answers that was just started."""
@@ -61,7 +61,11 @@ class Cold:
 
     def unknown(self) -> list[str]:
         """Return the weights whose answers are to be learned."""
-        return [weights for weights in KNOWN if weights not in self.answers]
+        return [weights for weights in self.known if weights not in self.answers]
+
+    def weights_of_workers(self) -> list[str]:
+        """Return nothing: a worker of vLLM cannot be asked."""
+        return []
 
     def learn(self, weights: str) -> None:
         """Note what is answered from weights that were just pushed, the first time."""
@@ -79,6 +83,7 @@ class ServerSide(Cold):
     def __init__(self, folder: Path, transport: str, hosts: None) -> None:
         self._log = folder / "server.log"
         super().__init__(tiny_models.save(tiny_models.build("qwen3", "A"), folder / "A"))
+        self.known = known_of(transport)
         options: dict[str, dict[str, Any]] = {
             "single_copy": {"quantization": "weightsync_plain"},
             "lora": {"enable_lora": True, "max_lora_rank": 8},

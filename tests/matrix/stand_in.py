@@ -20,6 +20,7 @@ from fake_engine import ModuleHost
 from recorders import RecordedEngine
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weightsync.engines import LoraAdapter
 from weightsync.engines.calls import limit_s, too_late
@@ -74,8 +75,20 @@ class TrainerModel(nn.Module):
 
 def tensors(weights: str) -> dict[str, torch.Tensor]:
     model = TrainerModel()
-    tiny_models.fill(model, weights)
+    fill(model, weights)
     return model.state_dict()
+
+
+def fill(model: nn.Module, weights: str) -> None:
+    """Give a model these weights, sharded or not. A small letter stands for A with a column of its matrices changed."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    params = [param.to_local() if isinstance(param, DTensor) else param for param in matrices]
+    with torch.no_grad():
+        tiny_models.fill(model, weights.upper())
+        columns = [param[..., :1].clone() for param in params]
+        tiny_models.fill(model, weights if weights.isupper() else "A")
+        for param, column in zip(params, columns, strict=True):
+            param[..., :1] = column
 
 
 def adapted_model() -> nn.Module:

@@ -47,6 +47,17 @@ def test_cells_of_adapters_hold(tmp_path: Path) -> None:
             assert result.holds, result
 
 
+def test_cells_of_changes_hold(tmp_path: Path) -> None:
+    with closing(Bench("stand-in", "changes", tmp_path, 4.0)) as bench:
+        for who, how, phase in (
+            ("rank 0 - worker", "damaged", "run"),
+            ("rank 0 - worker", "closed", "last"),
+            ("rank 1", "killed", "run"),
+        ):
+            result = bench.run(Cell("stand-in", "changes", who, how, phase))
+            assert result.holds, result
+
+
 def test_page_keeps_what_was_not_run_again() -> None:
     before = Path("docs/evidence/failure-matrix.md").read_text()
     signs = page.signs_on(before)

@@ -19,8 +19,12 @@ from torch import nn
 
 from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError, strategies
 from weightsync.fleet.fleet import Fleet
+from weightsync.net.ranks import Ranks
 from weightsync.report import Progress
 from weightsync.strategies.lora import LoraAdapters
+from weightsync.transports import nccl
+from weightsync.transports.changes import HEAD_BYTES
+from weightsync.transports.nccl_sender import Sender
 
 RAY, RAY_NAMESPACE, RAY_ACTOR = "Ray", "failure-matrix", "the engine"
 MAX_BYTES = 48
@@ -41,6 +45,7 @@ class Rank:
         self.model: Any = None
         self.is_attached = self.copies = True
         self.transport = ""
+        self.sent_bytes: list[int] = []  # of each push since `connect`
         if size > 1:
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
 
@@ -48,16 +53,20 @@ class Rank:
         """Make a new model and a new `WeightSync`."""
         self.release()
         self.transport, self.copies = transport, transport != "single_copy"
+        if transport == "changes":
+            nccl.finds_words = lambda device: True  # as between GPUs
         strategies.lora._MEMORY = memory_of(folder)
         self.model = model_of(client, transport, self.size)
         self.is_attached = transport != "single_copy"
         self.sync = WeightSync(
             "fsdp",
-            CheckpointTransport(folder, keep_last=2) if transport == "checkpoint" else transport,
+            {"checkpoint": CheckpointTransport(folder, keep_last=2), "changes": "broadcast"}.get(transport, transport),
             self.reach(client, engine, timeout_s) if self.rank == 0 else None,
             timeout_s=timeout_s,
-            bucketer=bucketer_of(client) if transport in ("ipc", "broadcast", "checkpoint") else None,
+            bucketer=bucketer_of(client) if transport in ("ipc", "broadcast", "changes", "checkpoint") else None,
+            encoding="delta" if transport == "changes" else None,
         )
+        self.sent_bytes = []
 
     def reach(self, client: str, engine: Any, timeout_s: float) -> Any:
         """Return the engine at an address, as `WeightSync` takes it."""
@@ -82,20 +91,26 @@ class Rank:
             self.sync.attach(self.model)
             self.is_attached = True
         if self.copies:
-            tiny_models.fill(self.model, weights)
-            self.sync.push(self.model)
+            (stand_in.fill if self.transport == "changes" else tiny_models.fill)(self.model, weights)
+            self.sent_bytes.append(self.sync.push(self.model).sent_bytes)
             return
         with self.sync.writing():
             in_the_middle()
             tiny_models.fill(self.model, weights)
 
-    def arm(self, phase: str, there: Path, link: str) -> None:
+    def sent_everything(self) -> bool:
+        """Return whether the last push sent as much as the first."""
+        return self.sent_bytes[-1] >= self.sent_bytes[0]
+
+    def arm(self, phase: str, there: Path, link: str, damages: bool = False) -> None:
         """Stop in this phase of the next push, once: close the connection that `link` names, make the file `there`,
-        and go on when somebody has removed it."""
+        and go on when somebody has removed it. `damages`: spoil what is sent next."""
 
         def stop() -> None:
             if link:
                 self.connection(link)._sock.shutdown(socket.SHUT_RDWR)
+            if damages:
+                spoil_next(HEAD_BYTES if phase == "last" else HEAD_BYTES + 1)
             there.touch()
             while there.exists():
                 time.sleep(0.005)
@@ -155,6 +170,20 @@ def in_the_middle() -> None:
     """Is where rank 0 stops in the phase "run" of a trainer that writes into the engine's memory."""
 
 
+def spoil_next(least_bytes: int) -> None:
+    """Change a bit of the next data that this rank sends, of so many bytes or more."""
+    name = "_start"
+    start = getattr(Sender, name)
+
+    def spoil(sender: Sender, number: int, sends: Any, *args: Any) -> Any:
+        if data := [each for each, _ in sends if each.numel() >= least_bytes]:
+            setattr(Sender, name, start)
+            data[0].view(torch.uint8)[-1] ^= 1
+        return start(sender, number, sends, *args)
+
+    setattr(Sender, name, spoil)
+
+
 def always(args: tuple[Any, ...]) -> bool:
     return True
 
@@ -165,6 +194,7 @@ POINTS: dict[str, tuple[Any, str, Callable[[tuple[Any, ...]], bool] | None]] = {
     "open": (Fleet, "wait_open", None),
     "go": (Fleet, "go", None),
     "run": (Progress, "__iter__", None),
+    "last": (Ranks, "gather", lambda args: args[1] is True),
     "done": (Fleet, "wait_done", always),
     "commit": (Fleet, "commit", always),
     "close": (Fleet, "_all", lambda args: args[1] == "resume"),
