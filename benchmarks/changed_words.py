@@ -54,8 +54,9 @@ def main(gigabytes: float) -> None:
         find_ms = milliseconds(lambda: finder.find(0, body, found, 0))  # noqa: B023
         size, checksum = found.tolist()
         own, sums = body[: table_bytes(finder.tiles) + size], []
-        check_ms = milliseconds(lambda: sums.append(writer.check(own, 0)))  # noqa: B023
-        write_ms = milliseconds(lambda: writer.write(own))  # noqa: B023
+        check_ms = milliseconds(lambda: sums.append(writer.check(own, writer.ends(own), 0)))  # noqa: B023
+        ends = writer.ends(own)
+        write_ms = milliseconds(lambda: writer.write(own, ends))  # noqa: B023
         assert (int(sums[0][0]) ^ checksum) & CHECKSUM == 0
         assert all(a.view(torch.int16).equal(b.view(torch.int16)) for a, b in zip(new, memory, strict=True))
         sys.stdout.write(

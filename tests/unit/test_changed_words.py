@@ -70,10 +70,10 @@ def check_all(
         finder.find(group, body, found, sample)
     nbytes, checksum = found.tolist()
     body = body[: table_bytes(finder.tiles) + nbytes]
-    own, words = writer.check(body, sample).tolist()
+    own, words = writer.check(body, ends := writer.ends(body), sample).tolist()
     assert (own ^ checksum) & CHECKSUM == 0
     assert 3 * words == nbytes
-    writer.write(body)
+    writer.write(body, ends)
     for piece, tensor in zip(pieces, memory, strict=True):
         assert torch.equal(piece.new.bfloat16().view(torch.int16), tensor.view(torch.int16))
         assert torch.equal(piece.base.view(torch.int16), tensor.view(torch.int16))
@@ -107,7 +107,7 @@ def test_a_damaged_body_has_another_checksum_or_number_of_words():
     for at in range(len(body)):
         damaged = body.clone()
         damaged[at] += 1
-        own, words = writer.check(damaged, 5).tolist()
+        own, words = writer.check(damaged, writer.ends(damaged), 5).tolist()
         assert (own ^ checksum) & CHECKSUM or 3 * words != len(body) - table_bytes(3)
     assert torch.equal(memory, noise(3 * TILE, 1))
 
@@ -119,7 +119,8 @@ def test_a_word_that_differs_here_is_found_in_its_sample(sample: int):
     new[5] += 1
     memory[3 * TILE + 17] += 1
     body, checksum = found_in(new, base, sample)
-    own, _ = ChangeWriter([len(memory)], [Region(0, 0, len(memory), memory.view(torch.uint8))]).check(body, sample)
+    writer = ChangeWriter([len(memory)], [Region(0, 0, len(memory), memory.view(torch.uint8))])
+    own, _ = writer.check(body, writer.ends(body), sample)
     assert bool((int(own) ^ checksum) & CHECKSUM) == (sample in (WHOLE, 3))
 
 

@@ -135,21 +135,23 @@ class ChangeWriter:
 
             self._launches = WriteLaunch(self._first_tiles, regions)
 
-    def check(self, body: torch.Tensor, sample: int) -> torch.Tensor:
+    def check(self, body: torch.Tensor, ends: torch.Tensor, sample: int) -> torch.Tensor:
         """Return an int64 tensor: the checksum of the body over the memory as it is, and the number of changed words.
 
         On a GPU the work is queued on the current stream.
+
+        ends: of the body.
         """
-        sums, ends = torch.zeros(2, dtype=torch.int64, device=body.device), self._ends(body)
+        sums = torch.zeros(2, dtype=torch.int64, device=body.device)
         sums[1:] += ends[-1:]
         self._run(body, ends, sums, sample, writes=False)
         return sums
 
-    def write(self, body: torch.Tensor) -> None:
-        """Write the changed words. On a GPU the work is queued on the current stream."""
-        self._run(body, self._ends(body), torch.zeros(2, dtype=torch.int64, device=body.device), NONE, writes=True)
+    def write(self, body: torch.Tensor, ends: torch.Tensor) -> None:
+        """Write the changed words. On a GPU the work is queued on the current stream. `ends` are the body's."""
+        self._run(body, ends, torch.zeros(2, dtype=torch.int64, device=body.device), NONE, writes=True)
 
-    def _ends(self, body: torch.Tensor) -> torch.Tensor:
+    def ends(self, body: torch.Tensor) -> torch.Tensor:
         """Return for each tile the number of changed words up to its end."""
         counts = body[: table_bytes(self.tiles)].view(-1, GROUPS)
         is_full = (counts.view(torch.int64) == -1).all(1)

@@ -13,7 +13,7 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from weightsync.kernels.changed_words import NONE, ChangeFinder, Piece, can_comp
 from weightsync.planning.layout import ShardLocation, itemsize
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import align
-from weightsync.transports.staging import Layout, Packer, SlotSection, keys_of
+from weightsync.transports.staging import Layout, Packer, keys_of
 
 HEAD_BYTES = 24
 WHOLE = -1
@@ -115,11 +115,21 @@ class Found(NamedTuple):
     checksum: int
 
 
-class Bases:
-    """One rank's bytes of the last push along each chain, and their comparison with its current bytes.
+class Part(NamedTuple):
+    """The comparison of a part.
 
-    parts: the chunks of each part.
+    groups: its chunks. Those of a group are compared at once.
+    finders: the comparison along each chain.
+    rooms: the most bytes of the changes along each chain.
     """
+
+    groups: list[list[int]]
+    finders: dict[int, ChangeFinder]
+    rooms: dict[int, int]
+
+
+class Bases:
+    """One rank's bytes of the last push along each chain, and their comparison with its current bytes."""
 
     def __init__(
         self,
@@ -135,7 +145,6 @@ class Bases:
         on_host: keep the bytes in pinned host memory.
         """
         due = plan.due(first=False)
-        self.parts = parts_of(due)
         self._packer, self._layout, self._slots, self._device = packer, layout, slots, slots[0].device
         self._runs: dict[tuple[int, int], torch.Tensor] = {
             (number, chain): (
@@ -145,39 +154,44 @@ class Bases:
             for chain, section in layout[number].items()
         }
         self._packed: set[int] = set()  # the chunks to compare in their slots
-        pieces: dict[tuple[int, int], list[Piece]] = {}
-        for number in due:
-            own = {(number, chain): section for chain, section in layout[number].items()}
-            views = packer.views(number)
-            found = None if views is None else {key: _in_place(own[key], self._runs[key], views) for key in own}
-            if found is None or None in found.values():
-                self._packed.add(number)
-                slot = slots[number % len(slots)]
-                found = {key: _in_slot(own[key], self._runs[key], slot) for key in own}
-            pieces.update((key, each) for key, each in found.items() if each is not None)
-        chains = keys_of(layout)
-        # Chunks in their slots are compared one by one, and others between them at once.
-        self._groups = [
-            [[*own] for _, own in groupby(part, key=lambda number: number if number in self._packed else -1)]
-            for part in self.parts
-        ]
-        self._comparisons = [
-            {
-                chain: ChangeFinder(*([p for n in own for p in pieces.get((n, chain), ())] for own in groups))
-                for chain in chains
-            }
-            for groups in self._groups
-        ]
-        nbytes = [
-            {chain: sum(self._runs[n, chain].numel() for n in part if (n, chain) in pieces) for chain in chains}
-            for part in self.parts
-        ]
-        self._rooms = [
-            {chain: align(table_bytes(finder.tiles) + own[chain] // _ROOM) for chain, finder in finders.items()}
-            for finders, own in zip(self._comparisons, nbytes, strict=True)
-        ]
-        most = max((sum(rooms.values()) for rooms in self._rooms), default=0)
+        self.parts = [self._part(chunks) for chunks in parts_of(due)]
+        most = max((sum(part.rooms.values()) for part in self.parts), default=0)
         self._bodies = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(BODIES)]
+
+    def _part(self, chunks: Sequence[int]) -> Part:
+        """Return the comparison of these chunks."""
+        pieces = {number: self._pieces(number) for number in chunks}
+        # Chunks in their slots are compared one by one, and others between them at once.
+        together = groupby(chunks, key=lambda number: number if number in self._packed else -1)
+        part = Part([[*own] for _, own in together], {}, {})
+        for chain in keys_of(self._layout):
+            finder = ChangeFinder(*([each for n in own for each in pieces[n].get(chain, ())] for own in part.groups))
+            nbytes = sum(self._runs[n, chain].numel() for n in chunks if chain in pieces[n])
+            part.finders[chain], part.rooms[chain] = finder, align(table_bytes(finder.tiles) + nbytes // _ROOM)
+        return part
+
+    def _pieces(self, number: int) -> dict[int, list[Piece]]:
+        """Return the pieces of a chunk along each chain: in the rank's tensors, or all in its slot."""
+        sections, views = self._layout[number], self._packer.views(number)
+        places = [place for section in sections.values() for place in section.places]
+        if views is None or not all(can_compare(views[place], getattr(torch, place.dtype)) for place in places):
+            self._packed.add(number)
+            views = None
+        found: dict[int, list[Piece]] = {}
+        for chain, section in sections.items():
+            found[chain] = []
+            for place in section.places:
+                first, end = _bytes(place)
+                base = self._runs[number, chain][first - section.first : end - section.first]
+                if views is None:
+                    found[chain].append(Piece(self._slot(number)[first:end], base))
+                else:
+                    found[chain].append(Piece(views[place].reshape(-1), base.view(getattr(torch, place.dtype))))
+        return found
+
+    def _slot(self, number: int) -> torch.Tensor:
+        """Return the slot of a chunk."""
+        return self._slots[number % len(self._slots)]
 
     def keep(self, number: int, chain: int, run: torch.Tensor) -> None:
         """Keep a run of a whole push, if later pushes send it too."""
@@ -187,26 +201,26 @@ class Bases:
     def restore(self, number: int) -> None:
         """Copy the bytes of the last comparison into the chunk's slot."""
         for chain, section in self._layout[number].items():
-            at = self._slots[number % len(self._slots)][section.first :]
-            at[: section.nbytes].copy_(self._runs[number, chain], non_blocking=True)
+            own = self._slot(number)[section.first : section.first + section.nbytes]
+            own.copy_(self._runs[number, chain], non_blocking=True)
 
-    def find(self, part: int, sample: int | None) -> Callable[[], list[Found]]:
-        """Begin to compare the chunks of a part, and make the bases equal. Return the rest, which waits for the GPU.
+    def find(self, number: int, sample: int | None) -> Callable[[], list[Found]]:
+        """Begin to compare a part, by its number, and make the bases equal. Return the rest, which waits for the GPU.
 
         The bodies of the third part before this one must have been sent. The rest returns the changes along each chain.
         """
-        finders, rooms = self._comparisons[part], self._rooms[part]
-        split = self._bodies[part % BODIES][: sum(rooms.values())].split([*rooms.values()])
+        groups, finders, rooms = self.parts[number]
+        split = self._bodies[number % BODIES][: sum(rooms.values())].split([*rooms.values()])
         bodies = dict(zip(finders, split, strict=True))
         sums = torch.zeros(len(finders), 2, dtype=torch.int64, device=self._device)
-        for at, group in enumerate(self._groups[part]):
-            for number in group:
-                if number in self._packed:
-                    for section in self._layout[number].values():
-                        section.clear_gaps(self._slots[number % len(self._slots)])
-                    self._packer.fill(number, None)
+        for at, group in enumerate(groups):
+            for chunk in group:
+                if chunk in self._packed:
+                    for section in self._layout[chunk].values():
+                        section.clear_gaps(self._slot(chunk))
+                    self._packer.fill(chunk, None)
                 else:
-                    self._packer.gather(number)
+                    self._packer.gather(chunk)
             for (chain, finder), own in zip(finders.items(), sums, strict=True):
                 finder.find(at, bodies[chain], own, NONE if sample is None else sample)
         rest = _begin_to_read(sums)
@@ -226,25 +240,6 @@ def _empty(nbytes: int, device: torch.device, on_host: bool) -> torch.Tensor:
     if on_host and device.type == "cuda":
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _in_place(
-    section: SlotSection, base: torch.Tensor, views: Mapping[ShardLocation, torch.Tensor]
-) -> list[Piece] | None:
-    """Return the pieces of a section, compared in the rank's tensors, or None if one cannot be."""
-    pieces = []
-    for place in section.places:
-        dtype, view, (first, end) = getattr(torch, place.dtype), views[place], _bytes(place)
-        if not can_compare(view, dtype):
-            return None
-        pieces.append(Piece(view.reshape(-1), base[first - section.first : end - section.first].view(dtype)))
-    return pieces
-
-
-def _in_slot(section: SlotSection, base: torch.Tensor, slot: torch.Tensor) -> list[Piece]:
-    """Return the pieces of a section, compared in its slot."""
-    spans = [_bytes(place) for place in section.places]
-    return [Piece(slot[first:end], base[first - section.first : end - section.first]) for first, end in spans]
 
 
 def _bytes(place: ShardLocation) -> tuple[int, int]:

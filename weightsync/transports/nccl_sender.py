@@ -282,7 +282,7 @@ class ChangeSender(Sender):
             while len(comparing) < ahead:
                 comparing.append(bases.find(len(comparing), sample))
             found = comparing[part]()
-            _ = [*islice(chunks, len(bases.parts[part]))]  # the progress bar follows
+            _ = [*islice(chunks, sum(map(len, bases.parts[part].groups)))]  # the progress bar follows
             fits = fits and all(each.body is not None for each in found)
             with self._aside:  # not behind the comparisons
                 self._send_heads(2 * part, found, fits, under_way)

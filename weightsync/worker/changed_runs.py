@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,19 @@ _LEAST_BYTES = 1024
 """Fewest bytes of a region. Kept bytes cost less than a table of shorter regions."""
 
 
+class _Arrived(NamedTuple):
+    """Changes under way into memory.
+
+    ends: of the body, as given by the writer.
+    sums: the checksum here, and the number of changed words.
+    """
+
+    changes: Changes
+    writer: ChangeWriter
+    ends: torch.Tensor
+    sums: torch.Tensor
+
+
 class ChangedRuns:
     """The memory of the last push's bytes, for one connection.
 
@@ -38,8 +52,7 @@ class ChangedRuns:
         self._due = arrivals.chunks(False)
         self._regions = _live_regions(arrivals, locations)
         self.kept = {number for number in self._due if number not in self._regions}
-        self._arrived: list[Changes] = []
-        self._sums: list[torch.Tensor] = []  # by change: the checksum here, and the changed words
+        self._arrived: list[_Arrived] = []
         self._writers: dict[tuple[int, int], ChangeWriter] = {}  # by the part's first chunk, and the rank
 
     def bind(self) -> None:
@@ -57,15 +70,15 @@ class ChangedRuns:
     def clear(self) -> None:
         """Forget the changes. Their memory is the engine's again."""
         self._arrived.clear()
-        self._sums.clear()
 
     def add(self, changes: Changes, sample: int | None) -> None:
         """Take changes, and begin to check them. Raises `ProtocolError` if they are too short."""
-        writer = self._writer(changes)
+        writer = self._writers[changes.chunks[0], changes.rank]
         if changes.body.numel() < (least := table_bytes(writer.tiles)):
             raise ProtocolError(f"changes of {changes.body.numel()} bytes came, expected at least {least}")
-        self._arrived.append(changes)
-        self._sums.append(writer.check(changes.body, NONE if sample is None else sample))
+        ends = writer.ends(changes.body)
+        sums = writer.check(changes.body, ends, NONE if sample is None else sample)
+        self._arrived.append(_Arrived(changes, writer, ends, sums))
 
     def finish_checks(self, sample: int | None) -> None:
         """Compare the changes, and a sample of the bytes of the last push, with the checksums. Waits for the GPU.
@@ -74,9 +87,9 @@ class ChangedRuns:
             ProtocolError: A body is broken.
             DigestError: Changes were damaged, or this worker has other bytes than the last push.
         """
-        sums = torch.stack(self._sums).tolist() if self._sums else ()
-        for each, (checksum, words) in zip(self._arrived, sums, strict=True):
-            if each.body.numel() != table_bytes(self._writer(each).tiles) + 3 * words:
+        sums = torch.stack([each.sums for each in self._arrived]).tolist() if self._arrived else ()
+        for (each, writer, *_), (checksum, words) in zip(self._arrived, sums, strict=True):
+            if each.body.numel() != table_bytes(writer.tiles) + 3 * words:
                 raise ProtocolError(f"changes of {words} words came in {each.body.numel()} bytes")
             if sample is not None and (checksum ^ each.checksum) & CHECKSUM:
                 raise DigestError(
@@ -87,14 +100,11 @@ class ChangedRuns:
 
     def write(self) -> int:
         """Write the changed words. On a GPU the work is queued on the current stream. Return the bytes read."""
-        for each in self._arrived:
-            self._writer(each).write(each.body)
-        nbytes = sum(each.body.numel() for each in self._arrived)
+        for changes, writer, ends, _ in self._arrived:
+            writer.write(changes.body, ends)
+        nbytes = sum(each.changes.body.numel() for each in self._arrived)
         self.clear()
         return nbytes
-
-    def _writer(self, changes: Changes) -> ChangeWriter:
-        return self._writers[changes.chunks[0], changes.rank]
 
     def _regions_of(self, number: int, at: int, piece: int) -> list[Region]:
         """Return the regions of a place, as this `piece` of its body."""
