@@ -15,14 +15,16 @@ import torch
 import torch.distributed as dist
 import zero
 from engines import TIMEOUT_S, Trainers
-from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of
+from fake_engine import FakeEngine, ModuleHost, PlainTrainer, TinyEngineModel, checkpoint, cold, module_of
 from megatron_models import Mesh, hf_config
 from ranks import run_ranks
 from test_deltas import NBYTES, ROWS, Trainer, engine_host
 from test_fused_quantize import quantise
+from test_source_quantize import quantized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from weightsync import DigestError, MegatronBackend, TensorSelection, WeightSync, WeightSyncError
 from weightsync.kernels.digest import SAMPLES
@@ -192,40 +194,46 @@ def test_an_engine_that_quantises_keeps_the_bytes_of_its_weights(form: Form):
 # Trainers of two ranks. The third of their pushes has no room for its changes, and sends everything.
 
 
-class Named(nn.Module):
+class Named(PlainTrainer):
     """Matrices and vectors under the names of a checkpoint, in an engine."""
 
     def __init__(self, like: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.inner = module_of({name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()})
+        super().__init__({name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()})
 
     def load_weights(self, weights: Any) -> None:
         for name, tensor in weights:
-            self.inner.get_parameter(name).data.copy_(tensor)
+            self.get_parameter(name).data.copy_(tensor)
 
 
 class Pushes:
-    """A rank that pushes changed words, on rank 0 into an engine that began with `like`."""
+    """A rank that pushes changed words, on rank 0 into engines that began with `like`."""
 
     def __init__(self, backend: Any, like: dict[str, torch.Tensor], **options: Any) -> None:
-        self.host = ModuleHost(partial(Named, like), like) if dist.get_rank() == 0 else None
-        self.engine = None if self.host is None else FakeEngine(self.host)
+        self.make = partial(ModuleHost, partial(Named, like), like)
+        self.engines = [FakeEngine(self.make())] if dist.get_rank() == 0 else []
         self.patch = mock.patch.object(nccl, "finds_words", return_value=True)
         self.patch.start()
         how = {"max_bytes": 40_000, "timeout_s": TIMEOUT_S, **options}
-        self.sync = WeightSync(backend, "broadcast", self.engine, encoding="delta", **how)
+        self.sync = WeightSync(backend, "broadcast", [*self.engines] or None, encoding="delta", **how)
+
+    def join(self) -> None:
+        """Add an engine."""
+        if self.engines:
+            self.engines.append(FakeEngine(self.make()))
+            self.sync.engines.add(self.engines[-1])
 
     def push(self, model: Any, expected: dict[str, torch.Tensor], is_whole: bool) -> None:
         report = self.sync.push(model)
         assert (report.sent_bytes >= report.nbytes, report.sent_bytes < report.nbytes / 12) == (is_whole, not is_whole)
-        for name, param in self.host.live.inner.named_parameters() if self.host is not None else ():
-            assert param.view(torch.uint8).equal(expected[name].view(torch.uint8)), name
+        for engine in self.engines:
+            for name, param in engine.hosts[0].live.named_parameters():
+                assert param.view(torch.uint8).equal(expected[name].view(torch.uint8)), name
 
     def close(self) -> None:
         self.sync.close()
         self.patch.stop()
-        if self.engine is not None:
-            self.engine.close()
+        for engine in self.engines:
+            engine.close()
 
 
 class Net(nn.Module):
@@ -310,3 +318,22 @@ def pushes_of_streams(_: object) -> None:
 
 def test_a_stream_that_ranks_gather_sends_changed_words(trainers: Trainers):
     trainers.call(pushes_of_streams)
+
+
+def pushes_that_quantise(_: object, form: str) -> None:
+    torch.manual_seed(1)
+    state = {f"layers.{number}.weight": torch.randn(70 + number, 66).bfloat16() for number in range(6)}
+    model = fully_shard(module_of(state), shard_placement_fn=lambda _: Shard(1))  # so ranks find scales together
+    with closing(Pushes("fsdp", quantized(state, form), quantize=form)) as pushes:
+        for seed, step in enumerate((50, 200, 1, 200, 200, 200)):
+            if joins := seed == 4:
+                pushes.join()
+            for name, tensor in state.items():
+                tensor.view(-1)[seed::step] += 0.5
+                model.get_parameter(name).to_local().detach().copy_(tensor.chunk(2, 1)[dist.get_rank()])
+            pushes.push(model, quantized(state, form), step != 200 or joins)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+def test_ranks_that_quantise_send_the_words_that_change_afterwards(trainers: Trainers, form: str):
+    trainers.call(pushes_that_quantise, form)
