@@ -72,13 +72,16 @@ class Engine(grpo.OwnEngine):
 
 
 def new_policy(folder: Path, device: torch.device) -> nn.Module:
-    """Return the model of a config.json in float32: matrices are drawn with a standard deviation of 0.02."""
+    """Return the model of a config.json in float32. Matrices have a standard deviation of 0.02, embeddings of 0.06.
+
+    With 0.02 the embedding of a token is lost among the sums of 24 layers, and lessons take several times as long.
+    """
     model: nn.Module = make_trainer("plain", str(folder), torch.float32, device)
     fill(model, "plain", "density", device)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.dim() > 1:
-                param.mul_(0.5)  # `fill` draws with 0.04
+                param.mul_(1.5 if "embed" in name else 0.5)  # `fill` draws with 0.04
             else:
                 param.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
