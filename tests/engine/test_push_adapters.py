@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -224,6 +225,13 @@ def find_bound(engines: Engines, folder: Path) -> None:
     ask(engines, ("bound", 77, path))
     for number in (NOT_LOADED, 77, NEWEST, 78):
         assert adapter_modules(worker, path, number) == nothing
+    # A CPU has no layer for adapters on experts. A stand-in has its name, and starts as one for single experts.
+    single = type("FusedMoEWithLoRA", (), {})()
+    with mock.patch.dict(manager.modules, {"model.layers.1.mlp.down_proj": single}):
+        refusal = adapter_modules(worker, path, NOT_LOADED)["error"]
+        assert "model.layers.1.mlp.down_proj for each expert alone" in refusal
+        with mock.patch.object(manager.lora_config, "enable_mixed_moe_lora_format", True):
+            assert adapter_modules(worker, path, NOT_LOADED) == nothing
     loras = manager.get_adapter(77).loras
     loras["model.layers.0.self_attn.qkv_proj"].lora_a[0] = None  # q, of q, k and v
     del loras["model.layers.1.mlp.down_proj"]

@@ -490,7 +490,11 @@ def test_http_changes_adapters(server):
     asked = "POST", "/collective_rpc"
     assert [row for row in server.requests if row[0] == "POST"] == [
         (*asked, {"method": "weightsync_adapter_modules", "args": ["/run/policy-1-ab", 0]}),
-        ("POST", "/v1/load_lora_adapter", {"lora_name": "policy-1-ab", "lora_path": "/run/policy-1-ab"}),
+        (
+            "POST",
+            "/v1/load_lora_adapter",
+            {"lora_name": "policy-1-ab", "lora_path": "/run/policy-1-ab", "is_3d_lora_weight": True},
+        ),
         (*asked, {"method": "weightsync_adapter_modules", "args": ["/run/policy-1-ab", -1]}),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "policy-1-ab"}),
     ]

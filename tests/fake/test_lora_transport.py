@@ -125,6 +125,36 @@ def test_peft_loads_what_it_would_have_saved(kind: str, dtype: torch.dtype, back
     assert not model.peft_config["default"].inference_mode
 
 
+EXPERTS = {
+    "qwen3-moe": {"target_modules": "all-linear"},
+    "mixtral": {"target_modules": "all-linear"},
+    "gpt-oss": {"target_parameters": ["gate_up_proj", "down_proj"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapters_on_experts_are_as_peft_saves_them(name: str, backend: str):
+    model = wrapped("linear", model=name, **EXPERTS[name])
+    engine = FakeEngine(max_lora_rank=16)
+    with WeightSync(backend, "lora", engine) as sync:
+        sync.push(model)
+        expected = in_peft(model)
+        assert any(".experts.base_layer.lora_A." in key for key in expected)
+        assert_holds(engine, sync.adapter, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
+def test_the_engine_must_take_the_largest_rank():
+    model = wrapped("linear", model="qwen3-moe", target_modules="all-linear")  # the two halves of gate_up_proj: 16
+    with (
+        WeightSync("fsdp", "lora", FakeEngine(max_lora_rank=8)) as sync,
+        pytest.raises(ConfigError, match="rank 16, and the engine takes at most 8"),
+    ):
+        sync.push(model)
+
+
 def test_one_of_several_adapters_is_pushed():
     model = wrapped("linear")
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["o_proj"]))
@@ -182,12 +212,34 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bias": (lambda: wrapped("linear", model="qwen2", bias="all"), UnsupportedError, "bias='all'"),
     "a base that trains": (with_a_norm_that_trains, UnsupportedError, r"1 tensors .* as model.norm.weight"),
     "another base": (begun_otherwise, UnsupportedError, "changes the base"),
-    "ranks": (lambda: wrapped("linear", rank_pattern={"q_proj": 4}), UnsupportedError, r"self_attn.q_proj.*\(4, 4.0\)"),
-    "alphas": (lambda: wrapped("linear", alpha_pattern={"q_proj": 4}), UnsupportedError, r"are \(8, 0.5\)"),
-    "scaled": (rescaled, UnsupportedError, r"layers.0.self_attn.q_proj.*\(8, 6.0\), expected the config's \(8, 2.0\)"),
+    "ranks": (
+        lambda: wrapped("linear", rank_pattern={"q_proj": 4}),
+        UnsupportedError,
+        "self_attn.q_proj: its scaling is 4,",
+    ),
+    "alphas": (lambda: wrapped("linear", alpha_pattern={"q_proj": 4}), UnsupportedError, "scaling is 0.5"),
+    "scaled": (rescaled, UnsupportedError, "layers.0.self_attn.q_proj.*is 6, expected the config's 2"),
+    "one tensor of experts": (
+        lambda: wrapped(
+            "linear", model="qwen3-moe", target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"]
+        ),
+        UnsupportedError,
+        "adapters on gate_up_proj; vLLM takes them on down_proj and gate_up_proj together",
+    ),
+    "experts of another scaling": (
+        lambda: wrapped("linear", model="qwen3-moe", target_modules="all-linear", use_rslora=True),
+        UnsupportedError,
+        "experts.base_layer: its scaling is 8, expected the config's 5.65685",
+    ),
+    "rows of an embedding": (
+        lambda: wrapped("linear", target_parameters=["embed_tokens.weight"]),
+        UnsupportedError,
+        "embed_tokens.weight: it is in a peft.tuners.lora.layer.ParamWrapper",
+    ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_an_engine_cannot_serve_is_refused_before_it_is_called(kind: str, memory: Path):
     make, error, words = REFUSED[kind]

@@ -291,7 +291,9 @@ class HttpEngine:
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         self._check_bound(adapter, NOT_LOADED)
-        self._change_adapters("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.path})
+        # PEFT has one tensor for all experts. vLLM ignores the field for adapters without experts.
+        body = {"lora_name": adapter.name, "lora_path": adapter.path, "is_3d_lora_weight": True}
+        self._change_adapters("/v1/load_lora_adapter", body)
         if self._adapters().get(adapter.name) != adapter.path:
             raise EngineError(
                 f"the server has loaded the adapter {adapter.name}, but does not list it in /v1/models", who=self.name

@@ -24,6 +24,8 @@ from weightsync.sources.peft import AddedProducts
 
 _Layers: TypeAlias = list[tuple[str, AddedProducts]]
 _FILE_PREFIX = "base_model.model."
+_EXPERTS = ["down_proj", "gate_up_proj"]
+"""The tensors of fused experts, the outermost adapter first. vLLM tells them apart by their order alone."""
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights`, beside true and false, that leave the base unchanged. Other values change the weights
 of the base, and the engine has these from its checkpoint.
@@ -71,8 +73,8 @@ def _refuse_trained(model: nn.Module) -> None:
         )
 
 
-def _factors(source: ModuleSource, layers: _Layers, name: str, expected: tuple[int, float]) -> dict[str, LocalParam]:
-    """Return the factors of adapter `name`, by their names in PEFT's files. `expected` is its rank and scaling."""
+def _factors(source: ModuleSource, layers: _Layers, name: str, expected: float) -> dict[str, LocalParam]:
+    """Return the factors of adapter `name`, by their names in PEFT's files. `expected` is its scaling."""
     held: dict[str, LocalParam] = {}
     refused: dict[str, str] = {}
     for prefix, adapter in layers:
@@ -80,8 +82,8 @@ def _factors(source: ModuleSource, layers: _Layers, name: str, expected: tuple[i
             continue
         if (found := adapter.scaling(name)) != expected:
             refused[prefix.rstrip(".")] = (
-                f"its rank and scaling are {found}, expected the config's {expected}; `rank_pattern`, `alpha_pattern` "
-                "and `set_scale` are not covered"
+                f"its scaling is {found:g}, expected the config's {expected:g}; another scaling by `rank_pattern`, "
+                "`alpha_pattern` or `set_scale` is not covered"
             )
         for given, read in _named_factors(source, prefix, adapter, name):
             full = f"{_FILE_PREFIX}{source.selection.renamed(given)}"
@@ -115,15 +117,21 @@ def _plain(model: nn.Module) -> _Layers:
     found: _Layers = []
     refused: dict[str, str] = {}
     for prefix, adapters in adapters_of(model).items():
-        for adapter in adapters:
+        tails = [adapter.tail for adapter in adapters]
+        for depth, adapter in enumerate(adapters):
             try:
                 names = adapter.names()
                 if isinstance(adapter, AddedProducts) and adapter.is_plain:
-                    found.append((prefix, adapter))
+                    found.append((prefix + "base_layer." * depth, adapter))
+                    if adapter.is_experts and tails != _EXPERTS:
+                        refused[prefix + adapter.tail] = (
+                            f"its experts have adapters on {', '.join(tails)}; vLLM takes them on "
+                            f"{' and '.join(_EXPERTS)} together. Choose a transport for weights, which merges them"
+                        )
                 elif names:
                     refused[prefix + adapter.tail] = (
-                        f"it is in a {adapter.kind}; engines get plain LoRA on linear layers and embeddings. Choose a "
-                        "transport for weights, which merges the adapter"
+                        f"it is in a {adapter.kind}; engines get plain LoRA on linear layers, embeddings and experts. "
+                        "Choose a transport for weights, which merges the adapter"
                     )
             except UnsupportedError as error:
                 refused[prefix.rstrip(".")] = error.message
@@ -176,5 +184,5 @@ def _check(config: Any, base_is_pushed: bool) -> None:
         )
 
 
-def _scaling(config: Any) -> tuple[int, float]:
-    return config.r, config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+def _scaling(config: Any) -> float:
+    return float(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r))

@@ -243,10 +243,22 @@ class AddedProducts(Adapter):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the layer is linear or an embedding."""
+        """Whether the layer is linear, an embedding, or one tensor of fused experts."""
         from peft.tuners.lora.layer import ParamWrapper, _ConvNd
 
-        return not isinstance(self.layer, (ParamWrapper, _ConvNd))
+        layer = self.layer
+        if not isinstance(layer, ParamWrapper):
+            return not isinstance(layer, _ConvNd)
+        base = layer.get_base_layer()
+        if not self.is_experts:
+            return self.tail == "weight" and not isinstance(base, nn.Embedding) and not hasattr(base, "nx")  # Conv1D
+        # An older PEFT, which swaps nothing, takes a tensor's rows for its columns.
+        return getattr(layer, "_did_swap_in_out_features", False) != getattr(base, "is_transposed", False)
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the tensor holds the weights of several experts."""
+        return getattr(self.layer, "num_experts", 1) > 1
 
     def factors(self, name: str) -> dict[str, nn.Module]:
         """Return the modules that hold the factors of adapter `name`, by their names in PEFT's files."""
@@ -255,9 +267,9 @@ class AddedProducts(Adapter):
             return {"lora_A": layer.lora_A[name], "lora_B": layer.lora_B[name]}
         return {"lora_embedding_A": layer.lora_embedding_A, "lora_embedding_B": layer.lora_embedding_B}
 
-    def scaling(self, name: str) -> tuple[int, float]:
-        """Return the rank of adapter `name`, and the multiplier of its factors' product."""
-        return int(self.layer.r[name]), float(self.layer.scaling[name])
+    def scaling(self, name: str) -> float:
+        """Return the multiplier of the product of the factors of adapter `name`."""
+        return float(self.layer.scaling[name])
 
     def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's A and B of an adapter."""

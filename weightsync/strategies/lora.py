@@ -172,7 +172,7 @@ class LoraAdapters(UpdateStrategy):
         manifest, mine = share_out(update, reading.manifest, reading.shards)
         version = None
         if update.ranks.rank == 0:
-            version = update.choose_version(self._open(config.r))
+            version = update.choose_version(self._open(max([config.r, *config.rank_pattern.values()])))
         return manifest, mine, config, update.ranks.broadcast(version, "plan")
 
     # Only rank 0 calls the methods below.

@@ -64,6 +64,13 @@ def _bound_modules(worker: Any, path: str, number: int) -> BoundModules:
     targets = _targets(manager)
     loaded = _loaded(manager, number)
     names = _names(manager.model, Path(os.path.expanduser(path)) / _FILE)
+    for module, layer in manager.modules.items():
+        is_stacked = type(layer).__name__ == "FusedMoEWithLoRA" and module in names.values()
+        if is_stacked and not getattr(manager.lora_config, "enable_mixed_moe_lora_format", False):
+            return BoundModules(
+                error=f"it takes adapters on {module} for each expert alone, and PEFT's are for all experts. Start it "
+                "with enable_mixed_moe_lora_format=True, a server with --enable-mixed-moe-lora-format"
+            )
     unbound: list[str] = []
     owners: dict[str, list[str]] = {}
     for name, known_as in names.items():

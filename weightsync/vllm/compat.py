@@ -128,8 +128,9 @@ def has_plain_head(vllm_config: VllmConfig) -> bool:
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
-    """Return vLLM's request for an adapter."""
-    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+    """Return vLLM's request for an adapter. Adapters on experts have PEFT's layout, with one tensor for all experts."""
+    layout = {"is_3d_lora_weight": True} if "is_3d_lora_weight" in LoRARequest.__struct_fields__ else {}
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, **layout)
 
 
 def adapter_renaming(model: nn.Module) -> Any:
