@@ -116,6 +116,8 @@ pictures: $(INSTALLED) ## Draw the pictures of docs/reference/benchmarks.md from
 	    --plot docs/reference/benchmarks-dense.svg
 	$(PY) -m weightsync bench --from $(RESULTS)27-h200-peers.json --plot docs/reference/benchmarks-peers.svg
 	PYTHONPATH=. $(PY) benchmarks/draw_push.py $(RESULTS)27-h200-push-timeline.json docs/internals/push-timeline.svg
+	PYTHONPATH=.:examples $(PY) benchmarks/density.py --from $(RESULTS)28-h200-density.json \
+	    --plot docs/evidence/density.svg
 
 .dashboard/page.js: docs/operate/grafana.json $(addprefix tests/integrations_prometheus/,dashboard.jsx package.json)
 	mkdir -p $(@D) && cp $(filter %/package.json,$^) $(@D)

@@ -65,10 +65,10 @@ def check_all(
     if find is not None:
         finder._launches, writer._launches = find(groups), write(writer._first_tiles, regions)
     body = torch.full((table_bytes(finder.tiles) + 3 * TILE * finder.tiles,), 7, dtype=torch.uint8, device=device)
-    found = torch.zeros(2, dtype=torch.int64, device=device)
     for group in range(2):
-        finder.find(group, body, found, sample)
-    nbytes, checksum = found.tolist()
+        finder.compare(group, sample)
+        finder.collect(group, body)
+    nbytes, checksum = 3 * int(finder.words), int(finder.checksum())
     body = body[: table_bytes(finder.tiles) + nbytes]
     own, words = writer.check(body, ends := writer.ends(body), sample).tolist()
     assert (own ^ checksum) & CHECKSUM == 0
@@ -92,9 +92,10 @@ def test_changed_words_are_found_and_written(share: float, sample: int, device: 
 
 def found_in(new: torch.Tensor, base: torch.Tensor, sample: int) -> tuple[torch.Tensor, int]:
     finder = ChangeFinder([Piece(new, base)])
-    body, found = torch.zeros(table_bytes(finder.tiles) + 3 * len(new), dtype=torch.uint8), torch.zeros(2).long()
-    finder.find(0, body, found, sample)
-    return body[: table_bytes(finder.tiles) + int(found[0])], int(found[1])
+    body = torch.zeros(table_bytes(finder.tiles) + 3 * len(new), dtype=torch.uint8)
+    finder.compare(0, sample)
+    finder.collect(0, body)
+    return body[: table_bytes(finder.tiles) + 3 * int(finder.words)], int(finder.checksum())
 
 
 def test_a_damaged_body_has_another_checksum_or_number_of_words():
@@ -128,9 +129,10 @@ def test_changes_without_room_make_the_bases_equal_too():
     base = noise(2 * TILE, 3)
     new = -base
     finder = ChangeFinder([Piece(new, base)])
-    body, found = torch.zeros(table_bytes(2) + 3000, dtype=torch.uint8), torch.zeros(2).long()
-    finder.find(0, body, found, NONE)
-    assert int(found[0]) > 3000
+    body = torch.zeros(table_bytes(2) + 3000, dtype=torch.uint8)
+    finder.compare(0, NONE)
+    finder.collect(0, body)
+    assert 3 * int(finder.words) > 3000
     assert torch.equal(base, new)
     assert not body[table_bytes(2) :].any()
 

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unse
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {
-    "body": "*u8", "counts": "*i32", "ends": "*i64", "found": "*i64", "jobs": "*i32", "piece_of_tile": "*i32",
-    "room": "i64", "sums": "*i64", "table": "*i64", "tile_of_program": "*i32",
+    "body": "*u8", "counts": "*u8", "ends": "*i64", "jobs": "*i32", "room": "i64", "sums": "*i64", "table": "*i64",
+    "words": "*i32",
 }  # fmt: skip
-"""Of the arguments. `masks` is a pointer or an address, and others are 32-bit numbers."""
+"""Of the arguments. `masks` has pointers of two kinds, and others are 32-bit numbers."""
 COMPARISON = {"casts": None, "aligned": True, **kernels._SAMPLES}
 CAST = {"casts": kernels.tl.bfloat16, "aligned": False, **kernels._SAMPLES}
 WRITING = {"entries": kernels._ENTRIES, **kernels._SAMPLES}
@@ -31,8 +31,8 @@ WRITING = {"entries": kernels._ENTRIES, **kernels._SAMPLES}
     [
         ("_compare", "*u8", kernels._COMPARE_WARPS, COMPARISON),
         ("_compare", "*u8", kernels._COMPARE_WARPS, CAST),
-        ("_collect", "i64", 1, {"casts": None}),
-        ("_collect", "i64", 1, {"casts": kernels.tl.float16}),
+        ("_collect", "*i32", 1, {"casts": None, "entries": kernels._ENTRIES}),
+        ("_collect", "*i32", 1, {"casts": kernels.tl.float16, "entries": kernels._ENTRIES}),
         ("_write", "", kernels._WRITE_WARPS, {"writes": False, **WRITING}),
         ("_write", "", kernels._WRITE_WARPS, {"writes": True, **WRITING}),
     ],

@@ -1,14 +1,15 @@
 """The changed 16-bit words of memory, found in one pass and written into another copy of it.
 
-A trainer compares its pieces with their bases, the bytes of the last push. It compacts the changed words into a body,
-and makes the bases equal. A worker has the same bytes, in regions at any addresses, and writes the changed words there.
+A trainer compares its pieces with their bases, the bytes of the last push. It notes the changed words, and makes the
+bases equal. Then it collects the noted words in a body. A worker has the same bytes, in regions at any addresses, and
+writes the changed words there.
 
     body      counts, words
-    counts    for each group of 256 words: the number of changed words, 1 byte
-    words     for each tile of 4096 words: positions in groups, then the low bytes, then the high bytes of the new words
+    counts    for each group of 256 words: the number of words in the body, 1 byte. 255 stands for 256
+    words     for each tile of 8192 words: positions in groups, then the low bytes, then the high bytes of the new words
 
-A tile belongs to one piece. The tiles of a body are numbered through its pieces, in their order. A tile with a group of
-256 changed words, or with 255 in each group, has all of its words there. All of its counts are 255 then.
+A tile belongs to one piece. The tiles of a body are numbered through its pieces, in their order. A group with 255 or
+more changed words has all 256 in the body.
 
 A checksum proves the body and the bases. It is the sum of (new + 1) * weight over the words in the body. One tile in
 16, by turns, also adds the sum of new * weight over all of its words. So the unchanged words are proven too. Weights
@@ -25,13 +26,15 @@ import torch
 
 from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE
 
-TILE = 4096
+TILE = 8192
 GROUP = 256
 GROUPS = TILE // GROUP
 NONE = -2
 """The sample of a push without a proof of unchanged words."""
 CHECKSUM = 0xFFFFFFFF
 """The bits of a checksum."""
+SUMS = 256
+"""The parts of a checksum on a GPU, each of every 256th tile. Additions to one address wait for each other."""
 STEP_OF_PLACE, MIX = 0x9E3779B1, 0x85EBCA77
 """The factors of a weight, which is made of a place in a tile."""
 
@@ -83,39 +86,76 @@ def table_bytes(tiles: int) -> int:
 
 
 class ChangeFinder:
-    """The comparison of pieces, in groups to be compared at different times. All groups write into one body.
+    """The comparison of pieces, in groups to be compared at different times. All groups have one body.
+
+    Group 0 is compared first, and each group is collected before the next one is compared.
 
     tiles: the number of tiles of all groups.
+    words: int64. The number of words for the body, of the groups compared since group 0.
     """
 
     def __init__(self, *groups: Sequence[Piece]) -> None:
         self._groups = groups
         words = [[_words(piece.base).numel() for piece in pieces] for pieces in groups]
-        self.tiles = sum(map(tiles_of, words))
+        self._first_tiles = [*accumulate(map(tiles_of, words), initial=0)]
+        self.tiles = self._first_tiles[-1]
+        device = next((piece.new.device for pieces in groups for piece in pieces), None)
+        self.words = torch.zeros(1, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(table_bytes(self.tiles), dtype=torch.uint8, device=device)
+        self._noted: dict[int, torch.Tensor] = {}  # on a CPU, by tile: the places of its words
         self._launches: Any = None
-        if any(pieces[0].new.is_cuda for pieces in groups if pieces):
+        if device is not None and device.type == "cuda":
             from weightsync.kernels.changed_words_triton import FindLaunches
 
             self._launches = FindLaunches(groups)
 
-    def find(self, group: int, body: torch.Tensor, found: torch.Tensor, sample: int) -> None:
-        """Write the changed words of a group into the body, and make the bases equal.
+    def compare(self, group: int, sample: int) -> None:
+        """Note the changed words of a group, and make the bases equal.
 
-        body: uint8. Words without room in it are left out.
-        found: int64, zeros before the first group. The bytes of all changed words, whether or not they found room, and
-            the checksum are added.
         sample: the number of the sample, `WHOLE`, or `NONE`.
         """
+        if group == 0:
+            self.words.zero_()
+            self._sums.zero_()
         if self._launches is not None:
-            self._launches.run(group, body, found, sample)
+            self._launches.compare(group, self._counts, self.words, self._sums, sample)
             return
-        tile = sum(tiles_of([_words(piece.base).numel() for piece in pieces]) for pieces in self._groups[:group])
+        tile = self._first_tiles[group]
         for new, base in self._groups[group]:
             fresh, old = _words(new.to(base.dtype)), _words(base)
             for these, those in zip(fresh.split(TILE), old.split(TILE), strict=True):
-                _find(these, those, tile, self.tiles, body, found, sample)
+                at, self._counts[tile * GROUPS :][:GROUPS] = _note(these, those)
+                self._noted[tile] = at
+                self.words += len(at)
+                if sample in (WHOLE, tile % SAMPLES):
+                    self._sums[0] += _checksum(tile, torch.arange(len(these)), _unsigned(these))
                 tile += 1
             old.copy_(fresh)
+
+    def collect(self, group: int, body: torch.Tensor) -> None:
+        """Write the noted words of a group into the body. The new values are still those compared.
+
+        body: uint8. Words without room in it are left out.
+        """
+        begin, end = self._first_tiles[group : group + 2]
+        body[begin * GROUPS : end * GROUPS] = self._counts[begin * GROUPS : end * GROUPS]
+        if self._launches is not None:
+            self._launches.collect(group, body, self._sums)
+            return
+        start = table_bytes(self.tiles) + 3 * (int(self.words) - sum(len(self._noted[n]) for n in range(begin, end)))
+        split = [these for new, base in self._groups[group] for these in _words(new.to(base.dtype)).split(TILE)]
+        for tile, these in enumerate(split, begin):
+            at = self._noted[tile]
+            value, size = _unsigned(these[at]), 3 * len(at)
+            if start + size <= body.numel():
+                body[start:][:size] = torch.cat([at % GROUP, value & 0xFF, value >> 8]).to(torch.uint8)
+            self._sums[0] += _checksum(tile, at, value + 1)
+            start += size
+
+    def checksum(self) -> torch.Tensor:
+        """Return the checksum, once all groups are collected. Its low bits count."""
+        return self._sums.sum()
 
 
 class ChangeWriter:
@@ -142,20 +182,18 @@ class ChangeWriter:
 
         ends: of the body.
         """
-        sums = torch.zeros(2, dtype=torch.int64, device=body.device)
-        sums[1:] += ends[-1:]
+        sums = torch.zeros(SUMS, dtype=torch.int64, device=body.device)
         self._run(body, ends, sums, sample, writes=False)
-        return sums
+        return torch.stack([sums.sum(), ends[-1]])
 
     def write(self, body: torch.Tensor, ends: torch.Tensor) -> None:
         """Write the changed words. On a GPU the work is queued on the current stream. `ends` are the body's."""
-        self._run(body, ends, torch.zeros(2, dtype=torch.int64, device=body.device), NONE, writes=True)
+        self._run(body, ends, torch.zeros(SUMS, dtype=torch.int64, device=body.device), NONE, writes=True)
 
     def ends(self, body: torch.Tensor) -> torch.Tensor:
-        """Return for each tile the number of changed words up to its end."""
+        """Return for each tile the number of words in the body up to its end."""
         counts = body[: table_bytes(self.tiles)].view(-1, GROUPS)
-        is_full = (counts.view(torch.int64) == -1).all(1)
-        return torch.where(is_full, TILE, counts.sum(1, dtype=torch.int64)).cumsum(0)
+        return (counts.sum(1) + (counts == GROUP - 1).sum(1)).cumsum(0)
 
     def _run(self, body: torch.Tensor, ends: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
         if self._launches is not None:
@@ -178,40 +216,19 @@ class ChangeWriter:
                     sums[0] += _checksum(tile, at, _unsigned(new) - _unsigned(memory[at + first]))
 
 
-def _find(
-    new: torch.Tensor,
-    old: torch.Tensor,
-    tile: int,
-    tiles: int,
-    body: torch.Tensor,
-    found: torch.Tensor,
-    sample: int,
-) -> None:
-    """Write the changed words of one tile. The launch on a GPU does the same for all tiles at once."""
-    padded = torch.zeros(TILE, dtype=torch.int16)
-    padded[: len(new)] = new
-    entry = torch.zeros(TILE, dtype=torch.bool)
-    entry[: len(new)] = new != old
-    counts = entry.view(GROUPS, GROUP).sum(1)
-    is_full = counts.max() == GROUP or counts.min() == GROUP - 1
-    at = torch.arange(TILE) if is_full else entry.nonzero().view(-1)
-    words, start = table_bytes(tiles), int(found[0])
-    body[tile * GROUPS :][:GROUPS] = GROUP - 1 if is_full else counts.to(torch.uint8)
-    found[0] += 3 * len(at)
-    if words + start + 3 * len(at) <= body.numel():
-        value = _unsigned(padded[at])
-        body[words + start :][: 3 * len(at)] = torch.cat([at % GROUP, value & 0xFF, value >> 8]).to(torch.uint8)
-    own = at[at < len(new)]
-    found[1] += _checksum(tile, own, _unsigned(new[own]) + 1)
-    if sample in (WHOLE, tile % SAMPLES):
-        found[1] += _checksum(tile, torch.arange(len(new)), _unsigned(new))
+def _note(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of a tile's words that come into the body, and the counts of its groups."""
+    comes = torch.zeros(TILE, dtype=torch.bool)
+    comes[: len(new)] = new != old
+    groups = comes.view(GROUPS, GROUP)
+    groups[groups.sum(1) >= GROUP - 1] = True
+    return comes.nonzero().view(-1), groups.sum(1).clamp(max=GROUP - 1).to(torch.uint8)
 
 
 def _read(body: torch.Tensor, tile: int, tiles: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions in a tile and the new words. Return none if they do not lie in the body."""
     counts = body[tile * GROUPS :][:GROUPS].long()
-    if counts.min() == GROUP - 1:
-        counts = torch.full_like(counts, GROUP)
+    counts += counts == GROUP - 1
     count, words = int(counts.sum()), body[table_bytes(tiles) :]
     if 3 * end > words.numel():
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int16)

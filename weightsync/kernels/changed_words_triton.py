@@ -1,13 +1,13 @@
 """The launches of `changed_words` on a GPU.
 
-A comparison has two launches. The first reads everything, and leaves a mask of the changed words of each tile. The
-second takes the lowest bit of each mask, until none is left. A program of the writing is for the changed words of a
-tile in one region.
+`_compare` reads everything, and leaves masks of the changed words of each tile. `_collect` takes the lowest bit of each
+mask, until none is left. So it has the places of all words, and reads the words there at once. A program of `_write` is
+for the changed words of a tile in one region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,14 +17,24 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.kernels.changed_words import GROUP, GROUPS, MIX, STEP_OF_PLACE, TILE, Piece, Region, table_bytes
+from weightsync.kernels.changed_words import (
+    GROUP,
+    GROUPS,
+    MIX,
+    STEP_OF_PLACE,
+    SUMS,
+    TILE,
+    Piece,
+    Region,
+    table_bytes,
+)
 from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
 
 _FIELDS = 4
 _VECTOR_BYTES = 16
-_COMPARE_WARPS = 4
+_COMPARE_WARPS = 8
 _ENTRIES, _WRITE_WARPS = 64, 1
-"""Changed words per step of a program of the writing, and its warps."""
+"""Changed words per step of a program of the collecting and the writing, and the warps of the latter."""
 _CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -43,6 +53,12 @@ class _Kind(NamedTuple):
 def _weight(at, by_place: tl.constexpr, mixes: tl.constexpr):  # type: ignore[no-untyped-def]
     mixed = at.to(tl.uint32) * by_place
     return ((mixed ^ (mixed >> 15)) * mixes) | 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add(sums, tile, checksum, several: tl.constexpr, golden: tl.constexpr):  # type: ignore[no-untyped-def]
+    part = checksum.to(tl.int64) * (tile.to(tl.int64) * golden | 1)
+    tl.atomic_add(sums + tile % several, part, sem="relaxed")
 
 
 @triton.jit
@@ -77,38 +93,37 @@ def _new_pairs(source, pair, inside, casts: tl.constexpr, aligned: tl.constexpr)
     return new
 
 
-@triton.jit(do_not_specialize=["begin", "first_tile", "tiles", "sample"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["begin", "sample"])  # type: ignore[untyped-decorator]
 def _compare(  # type: ignore[no-untyped-def]
     table,
-    tile_of_program,
-    piece_of_tile,
-    body,
-    found,
+    jobs,
     masks,
     counts,
+    words,
+    sums,
     begin,
-    first_tile,
     sample,
     casts: tl.constexpr,
     aligned: tl.constexpr,
     fields: tl.constexpr,
     groups: tl.constexpr,
     group: tl.constexpr,
+    several: tl.constexpr,
     samples: tl.constexpr,
     whole: tl.constexpr,
     golden: tl.constexpr,
     by_place: tl.constexpr,
     mixes: tl.constexpr,
 ):
-    tile = tl.load(tile_of_program + begin + tl.program_id(0))
-    piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
+    job = jobs + 2 * (begin + tl.program_id(0)).to(tl.int64)
+    tile, piece = tl.load(job), table + tl.load(job + 1).to(tl.int64) * fields
     first = (tile - tl.load(piece + 3)) * (groups * group)
     pairs = (tl.load(piece + 2) - first) >> 1
     source = tl.load(piece) + first * (2 if casts is None else 4)
     base = (tl.load(piece + 1) + first * 2).to(tl.pointer_type(tl.uint32))
     if aligned:
         base, pairs = tl.multiple_of(base, 16), tl.multiple_of(pairs, 4)
-    # A thread reads the 4 pairs of a mask at once.
+    # A thread reads the 4 pairs of a mask at once, and a warp a group.
     per_group: tl.constexpr = group // 8
     number = tl.arange(0, groups * per_group)
     own_pair = tl.arange(0, 4)[None, :]
@@ -122,79 +137,76 @@ def _compare(  # type: ignore[no-untyped-def]
     wide_mask = tl.sum(halves >> (15 - own_pair).to(tl.uint32), axis=1)
     mask = (wide_mask | (wide_mask >> 12)) & 0xFF  # bits of the low halves, then of the high halves
     tl.store(base + pair, new, mask=inside & (mask != 0)[:, None])
-    of_group = tl.sum(tl.reshape(_bits(mask), [groups, per_group]), axis=1)
-    is_full = (tl.max(of_group, axis=0) == group) | (tl.min(of_group, axis=0) == group - 1)
-    of_group = tl.where(is_full, group - 1, of_group)
-    mask = tl.where(is_full, 0xFF, mask)
-    at = (tile - first_tile).to(tl.int64)
-    tl.store(masks + at * (groups * per_group) + number, mask.to(tl.uint8))
-    tl.store(counts + at, tl.where(is_full, groups * group, tl.sum(of_group, axis=0)))
-    tl.store(body + tile.to(tl.int64) * groups + tl.arange(0, groups), of_group.to(tl.uint8))
+    of_group = tl.reshape(mask, [groups, per_group])
+    count = tl.sum(_bits(of_group), axis=1)
+    comes_whole = count >= group - 1
+    of_group = tl.where(comes_whole[:, None], 0xFF, of_group)
+    at = tile.to(tl.int64) * groups
+    tl.store(masks + at * per_group + number, tl.reshape(of_group, [groups * per_group]).to(tl.uint8))
+    tl.store(counts + at + tl.arange(0, groups), tl.minimum(count, group - 1).to(tl.uint8))
+    tl.store(words + tile, tl.sum(tl.where(comes_whole, group, count), axis=0))
     if (tile % samples == sample) | (sample == whole):
         values = (new & 0xFFFF) * _weight(2 * pair, by_place, mixes)
         values += (new >> 16) * _weight(2 * pair + 1, by_place, mixes)
         checksum = tl.sum(tl.sum(values, axis=1), axis=0)
-        tl.atomic_add(found + 1, checksum.to(tl.int64) * (tile.to(tl.int64) * golden | 1), sem="relaxed")
+        _add(sums, tile, checksum, several, golden)
 
 
-@triton.jit(do_not_specialize=["masks", "begin", "first_tile", "tiles", "room"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["begin", "tiles", "room"])  # type: ignore[untyped-decorator]
 def _collect(  # type: ignore[no-untyped-def]
     table,
-    tile_of_program,
-    piece_of_tile,
-    body,
-    found,
+    jobs,
     masks,
+    words,
     ends,
+    body,
+    sums,
     begin,
-    first_tile,
     tiles,
     room,
     casts: tl.constexpr,
+    entries: tl.constexpr,
     fields: tl.constexpr,
     groups: tl.constexpr,
     group: tl.constexpr,
+    several: tl.constexpr,
     golden: tl.constexpr,
     by_place: tl.constexpr,
     mixes: tl.constexpr,
 ):
-    tile = tl.load(tile_of_program + begin + tl.program_id(0))
-    at_tile = (tile - first_tile).to(tl.int64)
-    end = tl.load(ends + at_tile)
-    before = tl.load(ends + at_tile - 1, mask=at_tile > 0, other=0)
-    count = end - before
-    if count > 0:
-        piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
-        first = (tile - tl.load(piece + 3)) * (groups * group)
-        words = tl.load(piece + 2) - first
-        source = tl.load(piece) + first * (2 if casts is None else 4)
-        start = tl.load(found) + 3 * before
-        to = body + groups * tiles + start
-        rows = masks.to(tl.pointer_type(tl.uint32)) + at_tile * (groups * group // 32)
-        total = tl.zeros([32], dtype=tl.uint32)
-        for first_row in range(0, groups * group // 32, 32):
-            row = first_row + tl.arange(0, 32)
-            mask = tl.load(rows + row)
-            own = _bits(mask) + _bits(mask >> 8) + _bits(mask >> 16) + _bits(mask >> 24)
-            up_to = tl.cumsum(own, axis=0)
-            place = to + (up_to - own)
-            fits = start + 3 * count + 0 * row <= room
-            for _ in range(tl.max(own, axis=0)):
-                is_left = mask != 0
-                lowest = mask & (~mask + 1)
-                bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
-                at = row * 32 + (bit & 24) + 2 * (bit & 3) + ((bit >> 2) & 1)
-                is_word = is_left & (at < words)
-                word = _new_words(source, at, is_word, casts)
-                tl.store(place, (at & (group - 1)).to(tl.uint8), mask=is_left & fits)
-                tl.store(place + count, word.to(tl.uint8), mask=is_left & fits)
-                tl.store(place + 2 * count, (word >> 8).to(tl.uint8), mask=is_left & fits)
-                total += tl.where(is_word, (word + 1) * _weight(at, by_place, mixes), 0)
-                mask &= mask - 1
-                place += 1
-            to += tl.sum(own, axis=0)
-        factor = tile.to(tl.int64) * golden | 1
-        tl.atomic_add(found + 1, tl.sum(total, axis=0).to(tl.int64) * factor, sem="relaxed")
+    job = jobs + 2 * (begin + tl.program_id(0)).to(tl.int64)
+    tile, piece = tl.load(job), table + tl.load(job + 1).to(tl.int64) * fields
+    row = tl.arange(0, groups * group // 32)
+    mask = tl.load(masks + tile.to(tl.int64) * (groups * group // 32) + row).to(tl.uint32, bitcast=True)
+    count = tl.load(words + tile)
+    start = 3 * (tl.load(ends + tile) - count)
+    if (count > 0) & (start + 3 * count <= room):
+        source = tl.load(piece) + (tile - tl.load(piece + 3)) * (groups * group) * (2 if casts is None else 4)
+        places = body + groups * tiles + start
+        low, high = places + count, places + 2 * count
+        own = _bits(mask) + _bits(mask >> 8) + _bits(mask >> 16) + _bits(mask >> 24)
+        next_place = tl.cumsum(own, axis=0) - own
+        for _ in range(tl.max(own, axis=0)):
+            is_left = mask != 0
+            lowest = mask & (~mask + 1)
+            bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
+            at = row * 32 + (bit & 24) + 2 * (bit & 3) + ((bit >> 2) & 1)
+            tl.store(places + next_place, at.to(tl.uint8), mask=is_left)
+            tl.store(low + next_place, (at >> 8).to(tl.uint8), mask=is_left)  # the group, until the next loop
+            mask &= mask - 1
+            next_place += 1
+        tl.debug_barrier()
+        total = tl.zeros([entries], dtype=tl.uint32)
+        for from_entry in range(0, count, entries):
+            number = from_entry + tl.arange(0, entries)
+            valid = number < count
+            at = tl.load(places + number, mask=valid, other=0).to(tl.int32)
+            at += tl.load(low + number, mask=valid, other=0).to(tl.int32) * group
+            word = _new_words(source, at, valid, casts)
+            tl.store(low + number, word.to(tl.uint8), mask=valid)
+            tl.store(high + number, (word >> 8).to(tl.uint8), mask=valid)
+            total += tl.where(valid, (word + 1) * _weight(at, by_place, mixes), 0)
+        _add(sums, tile, tl.sum(total, axis=0), several, golden)
 
 
 @triton.jit(do_not_specialize=["tiles", "room", "sample"])  # type: ignore[untyped-decorator]
@@ -212,6 +224,7 @@ def _write(  # type: ignore[no-untyped-def]
     fields: tl.constexpr,
     groups: tl.constexpr,
     group: tl.constexpr,
+    several: tl.constexpr,
     samples: tl.constexpr,
     whole: tl.constexpr,
     golden: tl.constexpr,
@@ -226,7 +239,7 @@ def _write(  # type: ignore[no-untyped-def]
     begin = (tile - tl.load(region + 3)) * (groups * group)  # of the tile, in its piece
     low, high = tl.load(region + 1) - begin, tl.load(region + 2) - begin
     memory = tl.load(region).to(tl.pointer_type(tl.uint16)) + begin
-    counts = tl.where(tl.min(counts, axis=0) == group - 1, group, counts)
+    counts = tl.where(counts == group - 1, group, counts)
     up_to = tl.cumsum(counts, axis=0)
     count = tl.sum(counts, axis=0)
     is_sampled = (tile % samples == sample) | (sample == whole)
@@ -256,14 +269,14 @@ def _write(  # type: ignore[no-untyped-def]
                     old = tl.load(memory + place, mask=(place >= low) & (place < high), other=0).to(tl.uint32)
                     checksum += tl.sum(old * _weight(place, by_place, mixes), axis=0)
             if is_sampled | (count > 0):
-                factor = tile.to(tl.int64) * golden | 1
-                tl.atomic_add(sums, checksum.to(tl.int64) * factor, sem="relaxed")
+                _add(sums, tile, checksum, several, golden)
 
 
 _CONSTANTS = {
     "fields": _FIELDS,
     "groups": GROUPS,
     "group": GROUP,
+    "several": SUMS,
     "golden": signed(GOLDEN),
     "by_place": STEP_OF_PLACE,
     "mixes": MIX,
@@ -284,43 +297,52 @@ class FindLaunches:
         counts = -(-(nbytes // 2) // TILE)
         firsts = counts.cumsum() - counts
         addresses = np.array([(piece.new.data_ptr(), piece.base.data_ptr()) for piece in pieces], dtype=np.int64)
-        of_tile = np.arange(len(pieces), dtype=np.int32).repeat(counts)
+        of_tile = np.arange(len(pieces)).repeat(counts)
         kinds = [*map(_kind, pieces)]
         ends = [*accumulate(map(len, groups), initial=0)]
         of_group = np.append(firsts, counts.sum())[ends]  # the first tile of each group
         self._bounds = of_group.tolist()
         self._table = self._on_gpu(np.column_stack([addresses, nbytes // 2, firsts]))
-        self._piece_of_tile = self._on_gpu(of_tile)
+        self._masks = torch.empty(len(of_tile) * TILE // 32, dtype=torch.int32, device=self._device)
+        # Of each tile, the words for the body, and the words up to its end.
+        self._words = torch.zeros(len(of_tile), dtype=torch.int32, device=self._device)
+        self._ends = torch.zeros(len(of_tile), dtype=torch.int64, device=self._device)
         self._launches = []
         for kind in dict.fromkeys(kinds):
             own = np.array([each == kind for each in kinds])[of_tile].nonzero()[0]
-            bounds = np.searchsorted(own, of_group).tolist()
-            self._launches.append((self._on_gpu(own.astype(np.int32)), bounds, kind))
+            jobs = self._on_gpu(np.column_stack([own, of_tile[own]]).astype(np.int32))
+            self._launches.append((jobs, np.searchsorted(own, of_group).tolist(), kind))
             _load_comparison(self._device, kind)
-        self._tiles = len(of_tile)
 
-    def run(self, group: int, body: torch.Tensor, found: torch.Tensor, sample: int) -> None:
+    def compare(self, group: int, counts: torch.Tensor, words: torch.Tensor, sums: torch.Tensor, sample: int) -> None:
         first, last = self._bounds[group : group + 2]
         if first == last:
             return
-        masks = torch.empty((last - first) * TILE // 8, dtype=torch.uint8, device=self._device)
-        counts = torch.empty(last - first, dtype=torch.int32, device=self._device)
-        room = body.numel() - table_bytes(self._tiles)
         with torch.cuda.device(self._device):
-            for tiles, bounds, kind in self._launches:
-                begin, end = bounds[group : group + 2]
-                if begin < end:
-                    tables = self._table, tiles, self._piece_of_tile, body, found, masks, counts
-                    constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
-                    _compare[(end - begin,)](*tables, begin, first, sample, **constants)
-            ends = counts.cumsum(0)
-            for tiles, bounds, kind in self._launches:
-                begin, end = bounds[group : group + 2]
-                if begin < end:
-                    places = self._table, tiles, self._piece_of_tile, body, found, masks.data_ptr(), ends
-                    numbers = begin, first, self._tiles, room
-                    _collect[(end - begin,)](*places, *numbers, casts=kind.casts, num_warps=1, **_CONSTANTS)
-            found[0] += 3 * ends[-1]
+            for jobs, begin, programs, kind in self._programs(group):
+                tables = self._table, jobs, self._masks.view(torch.uint8), counts, self._words, sums
+                constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
+                _compare[programs](*tables, begin, sample, **constants)
+            ends = self._ends[first:last]
+            torch.cumsum(self._words[first:last], 0, out=ends)
+            ends += words
+            words.copy_(ends[-1:])
+
+    def collect(self, group: int, body: torch.Tensor, sums: torch.Tensor) -> None:
+        tiles = self._bounds[-1]
+        with torch.cuda.device(self._device):
+            for jobs, begin, programs, kind in self._programs(group):
+                tables = self._table, jobs, self._masks, self._words, self._ends, body, sums
+                numbers = begin, tiles, body.numel() - table_bytes(tiles)
+                constants = {"casts": kind.casts, "entries": _ENTRIES, **_CONSTANTS, "num_warps": 1}
+                _collect[programs](*tables, *numbers, **constants)
+
+    def _programs(self, group: int) -> Iterator[tuple[torch.Tensor, int, tuple[int], _Kind]]:
+        """Yield the jobs of each kind, the first one of a group, and the grid for these."""
+        for jobs, bounds, kind in self._launches:
+            begin, end = bounds[group : group + 2]
+            if begin < end:
+                yield jobs, begin, (end - begin,), kind
 
     def _on_gpu(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
@@ -330,15 +352,12 @@ class FindLaunches:
 def _load_comparison(device: torch.device, kind: _Kind) -> None:
     """Compile the kernels, and load them into the GPU by launches without words. See `copies_triton._load`."""
     with torch.cuda.device(device):
-        table, tiles, body = (
-            torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8)
-        )
-        tables = table, tiles, tiles, body, table
+        table, jobs, body = (torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8))
         constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
-        _compare[(1,)](*tables, body, tiles, 0, 0, 0, **constants)
-        numbers = body.data_ptr(), table, 0, 0, 1, 0
-        _collect[(1,)](*tables, *numbers, casts=kind.casts, num_warps=1, **_CONSTANTS)
-        tiles[:1].cumsum(0)
+        _compare[(1,)](table, jobs, body, body, jobs, table, 0, 0, **constants)
+        constants = {"casts": kind.casts, "entries": _ENTRIES, **_CONSTANTS, "num_warps": 1}
+        _collect[(1,)](table, jobs, jobs, jobs, table, body, table, 0, 1, 0, **constants)
+        torch.cumsum(jobs, 0, out=table)
 
 
 @cache

@@ -143,10 +143,11 @@ class CopyWeights(FleetStrategy):
         with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
             push = self._plan(update, model, late)
             if push.sessions:
-                self._finite.begin(push.left_out)  # while the engines pause: later, workers on the same GPU would wait
-                self._memory.begin(push.version)
+                # While the engines pause. Later, workers on the same GPU would wait.
                 for session in push.sessions:
                     session.transport.begin_send(session.sample)
+                self._finite.begin(push.left_out)
+                self._memory.begin(push.version)
         self._is_touched = True
         if not push.sessions:
             return None

@@ -13,9 +13,11 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,10 +32,10 @@ HEAD_BYTES = 24
 WHOLE = -1
 """The length in a head without a body."""
 _PARTS = 8
-BODIES = 3
-"""Parts in memory at once: one on its way, the others being compared."""
 _ROOM = 4
 """The bytes of a part for each byte of room for its changes. Each changed word takes three."""
+_BODIES = 3
+"""Parts with full rooms in memory at once."""
 _FIRST_REST, _LONGEST_REST = 2, 64
 """Numbers of pushes."""
 
@@ -44,9 +46,14 @@ def parts_of(chunks: Sequence[int]) -> list[Sequence[int]]:
     return [chunks[first : first + size] for first in range(0, len(chunks), size)]
 
 
-def head(nbytes: int, checksum: int, pushes: int, device: torch.device) -> torch.Tensor:
-    """Return a head."""
-    return torch.tensor([nbytes, checksum, pushes]).to(device).view(torch.uint8)
+def head(nbytes: int, checksum: torch.Tensor, pushes: int, device: torch.device) -> torch.Tensor:
+    """Return a head. On a GPU it is queued on the current stream.
+
+    checksum: int64, on this device.
+    """
+    numbers = torch.tensor([nbytes, 0, pushes]).to(device, non_blocking=True)
+    numbers[1:2] = checksum
+    return numbers.view(torch.uint8)
 
 
 def read_head(data: torch.Tensor, room: int, pushes: int) -> tuple[int, int]:
@@ -108,11 +115,11 @@ class Choice:
 
 
 class Found(NamedTuple):
-    """The changes of a part along a chain. body: None if they find no room."""
+    """The changes of a part along a chain. body: None if they find no room. checksum: int64."""
 
     chain: int
     body: torch.Tensor | None
-    checksum: int
+    checksum: torch.Tensor
 
 
 class Part(NamedTuple):
@@ -127,6 +134,10 @@ class Part(NamedTuple):
     finders: dict[int, ChangeFinder]
     rooms: dict[int, int]
 
+    @property
+    def chunks(self) -> list[int]:
+        return [chunk for group in self.groups for chunk in group]
+
 
 class Bases:
     """One rank's bytes of the last push along each chain, and their comparison with its current bytes."""
@@ -138,13 +149,16 @@ class Bases:
         slots: Sequence[torch.Tensor],
         packer: Packer,
         on_host: bool,
+        aside: AbstractContextManager[Any],
         kept: Bases | None,
     ) -> None:
         """Allocate, or take the bytes of `kept` bases with the same runs.
 
         on_host: keep the bytes in pinned host memory.
+        aside: the stream of the collecting, beside that of the comparisons.
         """
         due = plan.due(first=False)
+        self._aside = aside
         self._packer, self._layout, self._slots, self._device = packer, layout, slots, slots[0].device
         self._runs: dict[tuple[int, int], torch.Tensor] = {
             (number, chain): (
@@ -156,7 +170,9 @@ class Bases:
         self._packed: set[int] = set()  # the chunks to compare in their slots
         self.parts = [self._part(chunks) for chunks in parts_of(due)]
         most = max((sum(part.rooms.values()) for part in self.parts), default=0)
-        self._bodies = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(BODIES)]
+        self._bodies = torch.empty(_BODIES * most, dtype=torch.uint8, device=self._device)
+        self._used = 0  # bytes of bodies
+        self._counting: dict[int, dict[int, Callable[[], int]]] = {}  # by part and chain: waits for the number of words
 
     def _part(self, chunks: Sequence[int]) -> Part:
         """Return the comparison of these chunks."""
@@ -204,36 +220,74 @@ class Bases:
             own = self._slot(number)[section.first : section.first + section.nbytes]
             own.copy_(self._runs[number, chain], non_blocking=True)
 
-    def find(self, number: int, sample: int | None) -> Callable[[], list[Found]]:
-        """Begin to compare a part, by its number, and make the bases equal. Return the rest, which waits for the GPU.
+    def forget(self) -> None:
+        """Forget the comparisons whose changes have not been found."""
+        self._counting.clear()
 
-        The bodies of the third part before this one must have been sent. The rest returns the changes along each chain.
+    def compare(self, number: int, sample: int | None) -> None:
+        """Begin to compare a part before `find`, if all its tensors are compared in place."""
+        part = self.parts[number]
+        if self._packed.isdisjoint(part.chunks):
+            for finder in part.finders.values():
+                finder.compare(0, NONE if sample is None else sample)
+            self._counting[number] = {chain: _begin_to_read(finder.words) for chain, finder in part.finders.items()}
+
+    def find(self, number: int, sample: int | None, free: Callable[[], None]) -> list[Found]:
+        """Find the changes of a part along each chain, and make the bases equal. Waits for the comparison.
+
+        On a GPU the changes are being collected on the stream `aside`.
+
+        free: waits until the bodies found so far have been sent.
         """
-        groups, finders, rooms = self.parts[number]
-        split = self._bodies[number % BODIES][: sum(rooms.values())].split([*rooms.values()])
-        bodies = dict(zip(finders, split, strict=True))
-        sums = torch.zeros(len(finders), 2, dtype=torch.int64, device=self._device)
-        for at, group in enumerate(groups):
-            for chunk in group:
-                if chunk in self._packed:
-                    for section in self._layout[chunk].values():
-                        section.clear_gaps(self._slot(chunk))
-                    self._packer.fill(chunk, None)
+        part = self.parts[number]
+        if not self._packed.isdisjoint(part.chunks):
+            return self._find_in_slots(part, sample, free)
+        for chunk in part.chunks:
+            self._packer.gather(chunk)
+        if number not in self._counting:
+            self.compare(number, sample)
+        sizes = {}
+        for chain, count in self._counting.pop(number).items():
+            size = table_bytes(part.finders[chain].tiles) + 3 * count()
+            if size <= part.rooms[chain]:
+                sizes[chain] = size
+        bodies = self._allocate(sizes, free)
+        with self._aside:
+            for chain, body in bodies.items():
+                part.finders[chain].collect(0, body)
+            return [Found(chain, bodies.get(chain), finder.checksum()) for chain, finder in part.finders.items()]
+
+    def _find_in_slots(self, part: Part, sample: int | None, free: Callable[[], None]) -> list[Found]:
+        """Find the changes of a part with chunks in their slots. Each is collected before the next one comes there."""
+        bodies = self._allocate(part.rooms, free)
+        for at, group in enumerate(part.groups):
+            for number in group:
+                if number in self._packed:
+                    for section in self._layout[number].values():
+                        section.clear_gaps(self._slot(number))
+                    self._packer.fill(number, None)
                 else:
-                    self._packer.gather(chunk)
-            for (chain, finder), own in zip(finders.items(), sums, strict=True):
-                finder.find(at, bodies[chain], own, NONE if sample is None else sample)
-        rest = _begin_to_read(sums)
+                    self._packer.gather(number)
+            for chain, finder in part.finders.items():
+                finder.compare(at, NONE if sample is None else sample)
+                finder.collect(at, bodies[chain])
+        found = []
+        for chain, finder in part.finders.items():
+            size = table_bytes(finder.tiles) + 3 * int(finder.words)  # waits for the collecting
+            with self._aside:
+                body = bodies[chain][:size] if size <= part.rooms[chain] else None
+                found.append(Found(chain, body, finder.checksum()))
+        return found
 
-        def finish() -> list[Found]:
-            found = []
-            for (chain, finder), (nbytes, checksum) in zip(finders.items(), rest(), strict=True):
-                nbytes += table_bytes(finder.tiles)
-                fits = nbytes <= rooms[chain]
-                found.append(Found(chain, bodies[chain][:nbytes] if fits else None, checksum))
-            return found
-
-        return finish
+    def _allocate(self, sizes: Mapping[int, int], free: Callable[[], None]) -> dict[int, torch.Tensor]:
+        """Return memory for bodies along chains."""
+        aligned = [align(size) for size in sizes.values()]
+        if self._used + sum(aligned) > self._bodies.numel():
+            free()
+            self._used = 0
+        split = self._bodies[self._used :][: sum(aligned)].split(aligned)
+        self._used += sum(aligned)
+        return {chain: body[: sizes[chain]] for chain, body in zip(sizes, split, strict=True)}
 
 
 def _empty(nbytes: int, device: torch.device, on_host: bool) -> torch.Tensor:
@@ -248,16 +302,15 @@ def _bytes(place: ShardLocation) -> tuple[int, int]:
     return place.offset * size, place.offset * size + 2 * words_of(place.box.numel * size)
 
 
-def _begin_to_read(numbers: torch.Tensor) -> Callable[[], list[list[int]]]:
-    """Begin to copy a tensor to the host. Return the rest, a wait for the copy alone and not for later work."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
-    copied = torch.cuda.current_stream(numbers.device).record_event()
+def _begin_to_read(number: torch.Tensor) -> Callable[[], int]:
+    """Begin to copy a number to the host. Return the rest, a wait for the copy alone and not for later work."""
+    if not number.is_cuda:
+        return partial(int, number)
+    host = torch.empty(1, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+    copied = torch.cuda.current_stream(number.device).record_event()
 
-    def read() -> list[list[int]]:
+    def read() -> int:
         copied.synchronize()
-        values: list[list[int]] = host.tolist()
-        return values
+        return int(host)
 
     return read

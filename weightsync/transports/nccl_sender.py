@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -13,7 +13,7 @@ import torch
 from weightsync.net.update import Update
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import FIRST_USES, SLOTS, LocalTensors, Wait
-from weightsync.transports.changes import BODIES, WHOLE, Bases, Choice, Found, first_whole, head
+from weightsync.transports.changes import WHOLE, Bases, Choice, Found, first_whole, head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import Encoder
 from weightsync.transports.staging import Layout, Packer, keys_of, slot_bytes, still_open
@@ -209,7 +209,6 @@ class ChangeSender(Sender):
         if isinstance(before, ChangeSender) and before._bases is not None and not (before._whole_left or before._begun):
             self._bases, self._choice, self._whole_left = before._bases, before._choice, 0
             self.pushes = before.pushes
-        self._comparing: list[Callable[[], list[Found]]] = []
         self._aside: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cuda":
             # torch hands out 32 streams of each priority in turn. Use another priority, or it may hand out the current
@@ -221,7 +220,7 @@ class ChangeSender(Sender):
         self._bases = self._new_bases(self._bases)
 
     def _new_bases(self, kept: Bases | None) -> Bases:
-        return Bases(self._plan, self.layout, self._slots, still_open(self.packer), self._on_host, kept)
+        return Bases(self._plan, self.layout, self._slots, still_open(self.packer), self._on_host, self._aside, kept)
 
     def begin(self, sample: int | None) -> None:
         """Begin to compare, if this push sends its changes.
@@ -231,12 +230,13 @@ class ChangeSender(Sender):
         if self._bases is None or self._whole_left:
             return
         if self._begun:
-            self._comparing, self._begun, self._whole_left = [], False, 1
+            self._begun, self._whole_left = False, 1
+            self._bases.forget()
             return
         self._begun = True
         if not self._computes:  # else the ranks gather together, which must be in the order of `send`
-            early = range(len(self._bases.parts))[: BODIES - 1]
-            self._comparing = [self._bases.find(part, sample) for part in early]
+            for part in range(len(self._bases.parts)):
+                self._bases.compare(part, sample)
 
     def note_loaded(self) -> None:
         self._choice.note_loaded(self._tried, self._were_sent)
@@ -274,26 +274,25 @@ class ChangeSender(Sender):
     def _send_parts(self, bases: Bases, chunks: Iterator[int], sample: int | None, update: Update, wait: Wait) -> bool:
         """Send the changes of each part, and take its numbers from `chunks`. Return whether all ranks' found room."""
         under_way, fits, count = UnderWay(), True, len(bases.parts)
-        comparing, self._comparing = self._comparing, []
+
+        def wait_sent(left: int = 0) -> None:
+            under_way.bound(left, wait, update.deadline_after_workers())
+
         for part in range(count):
-            if len(comparing) < (ahead := min(count, part + BODIES - 1)):
-                # The memory of the next bodies is that of the part before this one.
-                under_way.bound(0, wait, update.deadline_after_workers())
-            while len(comparing) < ahead:
-                comparing.append(bases.find(len(comparing), sample))
-            found = comparing[part]()
-            _ = [*islice(chunks, sum(map(len, bases.parts[part].groups)))]  # the progress bar follows
+            found = bases.find(part, sample, wait_sent)
+            _ = [*islice(chunks, len(bases.parts[part].chunks))]  # the progress bar follows
             fits = fits and all(each.body is not None for each in found)
             with self._aside:  # not behind the comparisons
                 self._send_heads(2 * part, found, fits, under_way)
                 bodies = [(each.body, each.chain) for each in found if each.body is not None and each.body.numel()]
                 if fits and bodies:
                     self._start(len(self.layout) + 2 * part + 2, bodies, under_way)
-        under_way.bound(0, wait, update.deadline_after_workers())
+            wait_sent(AHEAD)
+        wait_sent()
         fits = bool(update.ranks.broadcast(all(update.ranks.gather(fits, "transfer")), "transfer"))
-        empty = torch.empty(0, dtype=torch.uint8)
-        self._send_heads(2 * count, [Found(chain, empty, 0) for chain in keys_of(self.layout)], fits, under_way)
-        under_way.bound(0, wait, update.deadline_after_workers())
+        empty, nothing = torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._send_heads(2 * count, [Found(chain, empty, nothing) for chain in keys_of(self.layout)], fits, under_way)
+        wait_sent()
         return fits
 
     def _send_heads(self, number: int, found: Sequence[Found], fits: bool, under_way: UnderWay) -> None:
