@@ -44,8 +44,9 @@ class TensorSelection:
             unquantised. All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
         keep: Patterns of parameters left alone by every push, such as "visual.*" of a frozen vision tower. They match
             the engine's names, as an error about missing parameters lists them. No tensor of the trainer may fill a
-            matching parameter. The engine must have been started from a checkpoint, without `enable_sleep_mode`.
-            transport="lora" and `CheckpointTransport` refuse `keep`.
+            matching parameter. The engine must have been started from a checkpoint. After a sleep of level 2 a push
+            raises `UnsupportedError` until the parameters are as at the start again. transport="lora" and
+            `CheckpointTransport` refuse `keep`.
         rename: Mapping of a regular expression to the replacement of each match in a name, applied in the mapping's
             order. Or a function from the old name to the new one. `exclude` matches old names. Other patterns of
             tensors match new names. transport="single_copy" refuses `rename`.

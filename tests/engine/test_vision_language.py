@@ -21,6 +21,7 @@ SERVED = [
     "gemma3:left-out",
     "gemma3:adapters",
     "gemma3:text",
+    "gemma3:sleep",
 ]
 
 
@@ -29,5 +30,6 @@ def test_pushed_equals_cold() -> None:
         *(f"{kind}:{tower}" for tower in ("tower", "left-out") for kind in KINDS),
         "gemma3:adapters",
         "gemma3:text",
+        "gemma3:sleep",
     ]
     vision_pushes.run(*(all_cases if ALL else SERVED))

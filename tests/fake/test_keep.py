@@ -87,6 +87,23 @@ def test_a_worker_whose_part_was_never_loaded_refuses():
     assert find_lost.call_args.args == ({"text.weight"}, ["tower.weight", "tower.bias"])
 
 
+def test_every_push_asks_whether_the_part_is_still_there():
+    host = ModuleHost(Engine, Engine().state_dict())
+    model, asked = Text(), list[list[str]]()
+    filled = torch.full_like(model.text.weight, 3)
+
+    def check_kept(kept: Sequence[str]) -> None:
+        asked.append(list(kept))
+        if len(asked) == 2:
+            raise UnsupportedError("lost")
+        model.text.weight.data.copy_(filled)
+
+    with mock.patch.object(host, "check_kept", check_kept), pytest.raises(UnsupportedError, match="lost"):
+        push(model, ["tower.*"], host)
+    assert asked == [["tower.weight", "tower.bias"]] * 2
+    assert torch.equal(host.live.text.weight, filled), "a refused push has written"
+
+
 @pytest.mark.parametrize("transport", ["lora", CheckpointTransport("unused")])
 def test_transports_without_a_use_for_it_refuse(transport: object):
     with pytest.raises(ConfigError, match="keep"):

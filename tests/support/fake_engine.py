@@ -76,6 +76,9 @@ class ModuleHost:
     def find_lost(self, filled: Collection[str], kept: Sequence[str]) -> None:
         pass
 
+    def check_kept(self, kept: Sequence[str]) -> None:
+        pass
+
     def restore_lost(self) -> None:
         pass
 

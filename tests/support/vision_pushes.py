@@ -1,4 +1,4 @@
-"""Prove that vision-language models can be pushed: `python vision_pushes.py KIND:tower|left-out|adapters|text...`.
+"""Prove pushes of vision-language models: `python vision_pushes.py KIND:tower|left-out|adapters|text|sleep...`.
 
 The engines are asked in words and about pictures. Each answer to pushed weights has to be that of an engine which was
 started cold from them, to the bit.
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from engine_state import State, differing, state_of
-from engines import GRAPHS, LINEAR_ATTENTION, NOT_COMPILED
+from engines import EXTENSION, GRAPHS, LINEAR_ATTENTION, NOT_COMPILED
 from torch import nn
 from vision_models import PROMPTS, QWEN_PROMPT, make_vision_model
 
@@ -34,7 +34,7 @@ TORCHVISION = Path(sys.prefix, "torchvision")
 
 def run(*cases: str) -> None:
     """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower", "KIND:left-out",
-    "KIND:adapters" or "KIND:text"."""
+    "KIND:adapters", "KIND:text" or "KIND:sleep"."""
     path = [HERE, HERE.parents[1]]
     if not find_spec("torchvision"):
         if not TORCHVISION.exists():
@@ -145,11 +145,29 @@ def prove_adapters(kind: str, folder: Path) -> None:
     end(llm)
 
 
+RENAME, KEEP = {r"^model\.": "model.language_model."}, ["vision_tower.*", "multi_modal_projector.*"]
+
+
 def prove_text(kind: str, folder: Path) -> None:
     """A trainer of the text model alone leaves the engine's tower as the checkpoint has it."""
-    from transformers import AutoModelForCausalLM
-
     from weightsync import ManifestError, TensorSelection, WeightSync
+
+    text, cold, llm = text_and_answers(kind, folder)
+    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(rename=RENAME)) as sync:
+        with pytest.raises(ManifestError, match=r"vision_tower.*TensorSelection\(keep=...\)"):
+            sync.push(text)
+        assert ask(llm, kind, True) == cold["A"]
+    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(rename=RENAME, keep=KEEP)) as sync:
+        for _ in range(2):
+            sync.push(text)
+            assert ask(llm, kind, True) == cold["B"]
+    end(llm)
+
+
+def text_and_answers(kind: str, folder: Path, **options: Any) -> tuple[nn.Module, dict[str, Any], Any]:
+    """Return the text model of the weights B, the answers of the text models A and B beside one tower, and the engine
+    of A."""
+    from transformers import AutoModelForCausalLM
 
     model = make_vision_model(kind, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     text = AutoModelForCausalLM.from_config(model.config.text_config, dtype=torch.bfloat16).to(model.device)
@@ -158,7 +176,7 @@ def prove_text(kind: str, folder: Path) -> None:
         fill(model, "A")
         fill(model, weights, only="language_model")
         model.save_pretrained(folder)
-        llm = start(kind, True, folder)
+        llm = start(kind, True, folder, **options)
         cold[weights] = ask(llm, kind, True)
         if weights == "B":
             end(llm)
@@ -168,16 +186,60 @@ def prove_text(kind: str, folder: Path) -> None:
     with torch.no_grad():
         for name, param in text.named_parameters():
             param.copy_(trained[name])
-    rename, keep = {r"^model\.": "model.language_model."}, ["vision_tower.*", "multi_modal_projector.*"]
-    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(rename=rename)) as sync:
-        with pytest.raises(ManifestError, match=r"vision_tower.*TensorSelection\(keep=...\)"):
-            sync.push(text)
-        assert ask(llm, kind, True) == cold["A"]
-    with WeightSync("fsdp", "ipc", llm, selection=TensorSelection(rename=rename, keep=keep)) as sync:
+    return text, cold, llm
+
+
+def prove_sleep(kind: str, folder: Path) -> None:
+    """A tower that outlives sleep is kept, and one that sleep has discarded is missed, until vLLM has reloaded it."""
+    from vllm.platforms import current_platform as platform
+
+    from weightsync import TensorSelection, UnsupportedError, WeightSync
+
+    if not torch.cuda.is_available():
+        platform.is_sleep_mode_available = platform.is_cumem_allocator_available = lambda: True
+    selection, plug_in = TensorSelection(rename=RENAME, keep=KEEP), {"backend": "weightsync"}
+    text, cold, llm = text_and_answers(kind, folder, enable_sleep_mode=True, weight_transfer_config=plug_in)
+    sleep(llm, 1)
+    with WeightSync("fsdp", "ipc", llm, selection=selection, timeout_s=60.0) as sync:
+        sync.push(text)
+        assert ask(llm, kind, True) == cold["B"], "after sleep of level 1"
+        sleep(llm, 1)
+        sync.push(text)
+        assert ask(llm, kind, True) == cold["B"], "after sleep of level 1 between pushes"
+        sleep(llm, 2)
         for _ in range(2):
-            sync.push(text)
-            assert ask(llm, kind, True) == cold["B"]
+            with pytest.raises(UnsupportedError, match=r"vision_tower.*sleep\(level=2\).*reload_weights"):
+                sync.push(text)
+        llm.collective_rpc("reload_weights")
+        sync.push(text)
+        assert ask(llm, kind, True) == cold["B"], "reloaded after sleep of level 2"
     end(llm)
+    for sleeps_first in (False, True):
+        llm = start(kind, True, folder, enable_sleep_mode=True)
+        if sleeps_first:
+            sleep(llm, 1)
+        with WeightSync("fsdp", "ipc", llm, selection=selection, timeout_s=60.0) as sync:
+            if sleeps_first:
+                with pytest.raises(UnsupportedError, match="slept before weightsync noted them"):
+                    sync.push(text)
+            else:
+                sync.push(text)
+                sleep(llm, 1)
+                sync.push(text)
+                assert ask(llm, kind, True) == cold["B"], "with the worker extension"
+        end(llm)
+
+
+def sleep(llm: Any, level: int) -> None:
+    """Let an engine sleep and wake up. A CPU's worker ignores both, so do to it what they do on a GPU."""
+    if torch.cuda.is_available():
+        llm.sleep(level)
+        llm.wake_up()
+        return
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    assert worker.sleep_mode_backend is not None  # made at the first use, as by a GPU's worker
+    for param in worker.model_runner.model.parameters() if level == 2 else ():
+        param.data.zero_()
 
 
 def store_head(file: Path) -> None:
@@ -237,7 +299,7 @@ def start(kind: str, has_tower: bool, folder: Path, **more: Any) -> Any:
         str(folder), dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
         limit_mm_per_prompt={"image": int(has_tower)} | ({} if kind == "gemma3" else {"video": 0}),
-        worker_extension_cls="weightsync.vllm.extension.WeightSyncWorkerExtension", **options, **more,
+        **({} if "weight_transfer_config" in more else EXTENSION), **options, **more,
     )  # fmt: skip
 
 
@@ -282,6 +344,8 @@ if __name__ == "__main__":
                 prove_adapters(kind, Path(root, kind))
             elif tower == "text":
                 prove_text(kind, Path(root, kind))
+            elif tower == "sleep":
+                prove_sleep(kind, Path(root, kind))
             else:
                 prove(kind, tower == "tower", Path(root, kind))
         print("equal", case, flush=True)

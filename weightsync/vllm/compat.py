@@ -277,6 +277,20 @@ def answering(model: nn.Module) -> list[nn.Module]:
     return made or [model]
 
 
+def can_sleep(vllm_config: VllmConfig) -> bool:
+    """Return whether the engine's weights lie in memory that vLLM's sleep can discard."""
+    config = vllm_config.model_config
+    return getattr(config, "enable_sleep_mode", False) or getattr(config, "enable_cumem_allocator", False)
+
+
+def has_never_slept(worker: Any) -> bool:
+    """Return whether a vLLM worker has never slept. False if it does not tell, as before 0.25.
+
+    A worker makes the backend of its sleep mode when it first sleeps or wakes up.
+    """
+    return getattr(worker, "_sleep_mode_backend", worker) is None
+
+
 def weights_asleep() -> bool:
     """Return whether vLLM has given back the memory of this GPU worker's weights, as its sleep levels 1 and 2 do.
 

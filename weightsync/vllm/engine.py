@@ -46,9 +46,11 @@ class WeightSyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         host = VllmModel(vllm_config, device, model, drafter)
         self.session = WorkerSession(host)
         self.session.receiver.await_kernels()  # loading a kernel would break vLLM's capture of CUDA graphs
-        if vllm_config.lora_config is not None:
-            with suppress(UnsupportedError):  # `plug_into` makes the engine outside of a worker, without this method
-                offer(compat.worker_under_way())
+        with suppress(UnsupportedError):  # `plug_into` makes the engine outside of a worker, without these methods
+            worker = compat.worker_under_way()
+            if vllm_config.lora_config is not None:
+                offer(worker)
+            host.note_start(worker)
         rank = host.identity.in_engine(vllm_config.parallel_config.data_parallel_size).rank
         self._bridge = export_bridge(vllm_config, model, host.device, rank, self.session.engine_instance)
 

@@ -6,8 +6,10 @@ call into the engine here, and three calls with the plug-in.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from weightsync.errors import UnsupportedError
 from weightsync.vllm import compat
 from weightsync.vllm.adapters import adapter_modules
 from weightsync.vllm.vllm_model import VllmModel
@@ -48,5 +50,7 @@ class WeightSyncWorkerExtension:
             worker: Any = self
             drafter = compat.drafter_of(worker)
             host = VllmModel(worker.vllm_config, worker.model_runner.device, worker.model_runner.model, drafter)
+            with suppress(UnsupportedError):  # of a model that no push reaches: the push raises it
+                host.note_start(worker)
             session = self.weightsync_session = WorkerSession(host)
         return session

@@ -15,7 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 
-from weightsync.errors import UnsupportedError
+from weightsync.errors import UnsupportedError, first_few
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
@@ -23,6 +23,7 @@ from weightsync.vllm.kv_cache import begin_search, last_layers
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
 from weightsync.worker.engine_model import DRAFTER, WorkerIdentity
+from weightsync.worker.verify import digests_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class VllmModel:
         self._has_random_weights = has_random_weights(vllm_config)
         self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live buffer, its value) for the next `restore_lost`
         self._lost_scales: list[nn.Module] = []
+        self._at_start: dict[str, int] = {}  # digests of the parameters as the engine has loaded them
         self._last_layers: list[str] = []
         parallel = vllm_config.parallel_config
         core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
@@ -155,14 +157,13 @@ class VllmModel:
                 update()  # post-processing may have replaced a parameter, and the new one knows only the global rank
 
     def find_lost(self, filled: Collection[str], kept: Sequence[str]) -> None:
-        if kept and (self._has_random_weights or getattr(self._config.model_config, "enable_sleep_mode", False)):
-            start = 'load_format="dummy" made it up' if self._has_random_weights else "sleep(level=2) may discard it"
-            raise UnsupportedError(
-                f"TensorSelection.keep leaves {kept[0]} to the engine's checkpoint, and {start}. Start the engine from "
-                "the checkpoint, without enable_sleep_mode"
-            )
         if not self._has_random_weights:
             return
+        if kept:
+            raise UnsupportedError(
+                f"TensorSelection.keep leaves {kept[0]} to the engine's checkpoint, and the start with "
+                'load_format="dummy" made it up. Start the engine from the checkpoint'
+            )
         scaled = compat.attention_with_loaded_scales(self.live)
         if any(map(compat.has_8_bit_cache, scaled)):
             raise UnsupportedError(
@@ -171,6 +172,26 @@ class VllmModel:
             )
         self._lost_scales = scaled
         self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
+
+    def note_start(self, worker: Any) -> None:
+        """Note the parameters' values if this vLLM worker can sleep and never has. Sleep may discard them."""
+        if compat.can_sleep(self._config) and compat.has_never_slept(worker):
+            self._at_start = digests_of(dict(self.live.named_parameters()))
+
+    def check_kept(self, kept: Sequence[str]) -> None:
+        if not kept or not compat.can_sleep(self._config):
+            return
+        live = dict(self.live.named_parameters())
+        now = digests_of({name: live[name] for name in kept if name in live})
+        if lost := [name for name in kept if now.get(name, -1) != self._at_start.get(name)]:
+            why = "sleep(level=2) has discarded them, or an earlier push has filled them. Restart the engine, or call "
+            why += 'collective_rpc("reload_weights") on it'
+            if not self._at_start:
+                why = "sleep(level=2) may have discarded them: the engine slept before weightsync noted them. Restart "
+                why += 'the engine with weight_transfer_config={"backend": "weightsync"}'
+            raise UnsupportedError(
+                f"TensorSelection.keep leaves {first_few(lost)} to the engine's checkpoint, and {why}"
+            )
 
     def restore_lost(self) -> None:
         for module in self._lost_scales:

@@ -95,6 +95,9 @@ class EngineModel(Protocol):
             UnsupportedError: A value cannot be found.
         """
 
+    def check_kept(self, kept: Sequence[str]) -> None:
+        """Raise `UnsupportedError` if one of these parameters may have lost its value of the engine's start."""
+
     def restore_lost(self) -> None:
         """Give the tensors of `find_lost` the values of a cold start, once."""
 

@@ -185,14 +185,15 @@ class Receiver:
             del self._exported[number]
 
     def begin_push(self) -> None:
-        """Check the engine's kernels, and begin to search its KV cache, before a push. Writes nothing.
+        """Check the engine's kernels and kept parameters, and begin to search its KV cache. Writes nothing.
 
         Raises:
-            UnsupportedError: A kernel has changed since `make_plan`.
+            UnsupportedError: A kernel has changed since `make_plan`, or the engine has lost a kept parameter.
         """
-        if self._planner is not None:
+        if self._planner is not None and self._traced is not None:
             with self._model.scope():
                 self._planner.kernels.check()
+                self._model.check_kept(self._traced.kept)
                 self._clear_kv_cache = self._model.search_kv_cache()
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:

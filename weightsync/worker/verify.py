@@ -16,7 +16,7 @@ from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
 from weightsync.transports.proof import MemoryFingerprint
 
 _NOTED_SAMPLE = 0
-"""The sample of the frozen parameters to compare. Sleep takes all of their memory, so any sample shows it."""
+"""The sample of the parameters to compare. Sleep takes all of their memory, so any sample shows it."""
 
 
 class Verifier:
@@ -136,6 +136,12 @@ class FrozenDigests:
                 "the engine has lost weights of the first push, as by sleep(level=2). Push again: the next push sends "
                 "everything"
             )
+
+
+def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return a digest of each contiguous tensor by name. Sleep at level 2 changes it, see `_NOTED_SAMPLE`."""
+    runs = {name: each.data.reshape(-1).view(torch.uint8) for name, each in tensors.items() if each.is_contiguous()}
+    return dict(zip(runs, Digests([*runs.values()]).of(_NOTED_SAMPLE), strict=True))
 
 
 def _by_device(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[list[ByteRange]]:
