@@ -246,7 +246,8 @@ class ChangeSender(Sender):
         under_way = UnderWay()
         self._choice.begin()
         self._tried, self._were_sent, self._begun = not self._whole_left, False, False
-        self._announce(self._tried, under_way)
+        with self._aside:  # not behind the comparisons
+            self._announce(self._tried, under_way)
         if self._whole_left > 1:
             self._bases = None
         elif self._bases is None:
