@@ -22,6 +22,13 @@ EXAMPLE, OFFLOADING, NIXL = ({"kv_connector": f"{name}Connector"} for name in ("
 RESETTABLE, NOTHING, NOT_YET = ({"kv_connector": n, **OWN} for n in ("ResettableStore", "SaysNothing", "CannotYet"))
 
 
+def offloading(**extra: Any) -> dict[str, Any]:
+    return {**OFFLOADING, "kv_connector_extra_config": extra}
+
+
+FILES = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "path": "/tmp"}]}
+
+
 def several(*inner: dict[str, Any]) -> dict[str, Any]:
     each = [{"kv_role": "kv_both", **one} for one in inner]
     return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": each}}
@@ -30,6 +37,11 @@ def several(*inner: dict[str, Any]) -> dict[str, Any]:
 RESETS: list[tuple[dict[str, Any] | None, str]] = [
     (None, ""),
     (OFFLOADING, ""),
+    (offloading(cpu_bytes_to_use=1, spec_name="CPUOffloadingSpec"), ""),
+    (offloading(spec_name="TieringOffloadingSpec", secondary_tiers=[]), ""),
+    (offloading(**FILES), "OffloadingConnector .*clears CPU memory alone, not tier fs"),
+    (offloading(spec_name="Own", spec_module_path="own"), "clears CPU memory alone, not Own"),
+    (several(RESETTABLE, offloading(**FILES)), "clears CPU memory alone"),
     (RESETTABLE, ""),
     (NIXL, ""),
     (several(RESETTABLE, NIXL), ""),

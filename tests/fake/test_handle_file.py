@@ -296,6 +296,9 @@ def test_only_a_server_of_ours_is_ended_and_started_anew(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+TIERED = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [{"type": "fs"}]}}'
+
+
 @pytest.mark.parametrize(
     ("options", "is_refused"),
     [
@@ -303,6 +306,14 @@ def test_only_a_server_of_ours_is_ended_and_started_anew(tmp_path: Path):
         (['--kv_transfer_config={"kv_connector":"LMCacheConnectorV1"}'], True),
         (["--kv-transfer-config.kv_connector", "ExampleConnector"], True),
         (["--kv-transfer-config", "$CONFIG"], True),
+        (["--kv-transfer-config", TIERED], True),
+        (
+            [
+                "--kv-transfer-config.kv_connector=OffloadingConnector",
+                "--kv-transfer-config.kv_connector_extra_config.spec_name=Own",
+            ],
+            True,
+        ),
         (["--ec-transfer-config", '{"ec_connector": "ECExampleConnector"}'], True),
         (["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'], False),
         (["--kv-transfer-config.kv-connector=NixlConnector"], False),

@@ -42,6 +42,7 @@ _ENDS_WITH_ITS_SERVER = {
     "OffloadingConnector",
     "SimpleCPUOffloadConnector",
 }
+_OUTLIVES = re.compile(r"secondary.tiers|spec.name")  # stores of an OffloadingConnector outside of the server
 _CONNECTOR = re.compile(r"[ke][vc]_connector\W+(\w+)")
 
 
@@ -181,7 +182,7 @@ def check_stores(options: Sequence[str]) -> None:
     if not any(word.replace("_", "-").startswith(_STORES) for word in words):
         return
     found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))
-    if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found):
+    if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found) or any(map(_OUTLIVES.search, words)):
         raise UnsupportedError(
             f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}. The next "
             "version could answer from keys and values of this version: leave the option out"

@@ -6,6 +6,7 @@ vLLM takes a connector's None for success, and a connector without `reset_cache`
 from __future__ import annotations
 
 import dis
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +33,7 @@ _KNOW_ADAPTERS = {"MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOff
 
 def check_resets(config: VllmConfig) -> None:
     """Raise `UnsupportedError` if the engine would answer from keys and values of older weights after a push."""
-    for connector in _connectors(config.kv_transfer_config):
+    for connector, extra in _connectors(config.kv_transfer_config):
         reset: Any = getattr(connector, "reset_cache", None)
         if _is_one_of(connector, _KEEP_NOTHING):
             continue
@@ -40,6 +41,8 @@ def check_resets(config: VllmConfig) -> None:
             problem = "has no reset_cache"
         elif answers_none_alone(reset):
             problem = "has a reset_cache that never answers True"
+        elif _is_one_of(connector, {"OffloadingConnector"}) and (stores := _stores_left(extra)):
+            problem = f"has a reset_cache that clears CPU memory alone, not {', '.join(stores)}"
         else:
             continue
         raise UnsupportedError(
@@ -57,7 +60,7 @@ def check_resets(config: VllmConfig) -> None:
 
 def check_adapters(config: VllmConfig) -> None:
     """Raise `UnsupportedError` if the engine may answer with one adapter from keys and values of another."""
-    for connector in _connectors(config.kv_transfer_config):
+    for connector, _ in _connectors(config.kv_transfer_config):
         if not _is_one_of(connector, _KEEP_NOTHING | _KNOW_ADAPTERS):
             raise UnsupportedError(
                 f"the KV connector {connector.__name__} may mix keys and values of adapters and of the base. Start "
@@ -78,14 +81,25 @@ def answers_none_alone(function: Any) -> bool:
     return all(value is None for value in returned)
 
 
-def _connectors(config: KVTransferConfig | None) -> list[type]:
-    """Return the classes of an engine's connectors. A connector of several connectors is replaced by its members."""
+def _stores_left(extra: Mapping[str, Any]) -> list[str]:
+    """Return the stores left by an OffloadingConnector's `reset_cache`, which answers True: tiers, or a class."""
+    tiers = [f"tier {tier.get('type')}" for tier in extra.get("secondary_tiers") or ()]
+    own = extra.get("spec_name", "CPUOffloadingSpec")
+    return tiers if own in ("CPUOffloadingSpec", "TieringOffloadingSpec") else [own, *tiers]
+
+
+def _connectors(config: KVTransferConfig | None) -> list[tuple[type, Mapping[str, Any]]]:
+    """Return the classes of an engine's connectors, each with its extra configuration.
+
+    A connector of several connectors is replaced by its members.
+    """
     if config is None or config.kv_connector is None:
         return []
     connector = KVConnectorFactory.get_connector_class(config)
-    inner = (config.kv_connector_extra_config or {}).get("connectors")
+    extra = config.kv_connector_extra_config or {}
+    inner = extra.get("connectors")
     if not hasattr(connector, "_get_connector_classes_and_configs") or inner is None:
-        return [connector]
+        return [(connector, extra)]
     return [each for one in inner for each in _connectors(KVTransferConfig(**one))]
 
 
