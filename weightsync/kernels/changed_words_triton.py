@@ -33,7 +33,7 @@ from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
 _FIELDS = 4
 _VECTOR_BYTES = 16
 _COMPARE_WARPS = 8
-_ENTRIES, _WRITE_WARPS = 64, 1
+_ENTRIES, _WRITE_WARPS = 128, 1
 """Changed words per step of a program of the collecting and the writing, and the warps of the latter."""
 _CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
