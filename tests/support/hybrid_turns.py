@@ -81,9 +81,16 @@ def prompts_of(count: int, length: int) -> TensorDict:
 
 
 def answers(engine: RolloutGroup) -> TensorDict:
-    """Return the likeliest answers and their log-probabilities."""
-    found: TensorDict = engine.generate(prompts_of(4, 24), max_tokens=8, temperature=0, ignore_eos=True)
-    return found.select("answers", "sampled_logprobs")
+    """Return the likeliest answers and their log-probabilities.
+
+    The prompts come one by one and begin as no others do: last bits depend on the batch, and on cached prefixes.
+    """
+    prompts = 250 - prompts_of(4, 24)["prompts"]
+    found = [
+        engine.generate(TensorDict({"prompts": prompt[None]}, [1]), max_tokens=8, temperature=0, ignore_eos=True)
+        for prompt in prompts
+    ]
+    return torch.cat([each.select("answers", "sampled_logprobs") for each in found])
 
 
 def measure(folder: Path, shape: str, levels: list[int], turns: int) -> dict[str, Any]:
