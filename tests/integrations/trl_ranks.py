@@ -140,6 +140,7 @@ def make(method: str, checkpoint: Path, **options: Any) -> Any:
     import trl
     from datasets import Dataset
     from peft import LoraConfig
+    from transformers import PreTrainedTokenizerFast
 
     lora = LoraConfig(**LORA) if options.pop("adapters", False) else None
     if method == "Distillation":
@@ -148,6 +149,8 @@ def make(method: str, checkpoint: Path, **options: Any) -> Any:
         options["num_generations"] = 4
         given = {"reward_funcs": reward}
     model = options.pop("model", str(checkpoint))
+    if not isinstance(model, str):  # transformers would choose its tokenizer by the model's type, not by the file
+        given["processing_class"] = PreTrainedTokenizerFast.from_pretrained(checkpoint, padding_side="left")
     options = arguments(checkpoint, use_vllm=True, max_completion_length=8, **options)
     return getattr(trl, f"{method}Trainer")(
         model=model,
