@@ -51,7 +51,7 @@ def test_prediction_of_reads_lies_within_a_quarter_of_what_was_measured():
 
 
 def test_prediction_of_changes_lies_within_a_quarter_of_what_was_measured():
-    found = json.loads((RESULTS / "2026-11-28-h200-deltas.json").read_text())
+    found = json.loads((RESULTS / "2026-11-28-h200-deltas-beside.json").read_text())
     compared = 0
     for row in found["rows"]:
         if (row["encoding"], row["encoding_base"], row["quantization"]) == ("delta", None, "none") and row["changed"]:

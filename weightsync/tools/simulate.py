@@ -34,7 +34,7 @@ _BY_ROWS = 2 / 3
 """The share of a transformer's weights that both tensor parallelism and FSDP or ZeRO divide by rows."""
 _ENCODE_S, _DECODE_S = (0.9, 15.5), (0.1, 12.0)
 """Seconds of a core for 1 GB: without any change, and in addition if everything has changed."""
-_COMPARE_S, _WRITE_S = (0.95e-3, 3.7e-3), (0.19e-3, 3.6e-3)
+_COMPARE_S, _WRITE_S = (0.6e-3, 5.5e-3), (0.15e-3, 3.6e-3)
 """Seconds of an H200 for 1 GB: without any change, and in addition if everything has changed."""
 _HEADS_S = 8 * 0.3e-3
 """The messages before the parts of a push of changes, one after the other."""
