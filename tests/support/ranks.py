@@ -19,9 +19,18 @@ from typing import Any
 from unittest import mock
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-"""As clean as "spawn", without importing torch in every process again."""
+"""As clean as "spawn", without importing in every process again what the test files import."""
 FORKSERVER.set_forkserver_preload(
-    ["hypothesis.strategies", "pytest", "transformers.modeling_utils", "weightsync.sources.fsdp"]
+    [
+        "hypothesis.strategies",
+        "peft",
+        "pytest",
+        "transformers.modeling_utils",
+        "weightsync.checkpoint.save",
+        "weightsync.sources.fsdp",
+        "weightsync.sync",
+        "weightsync.worker.session",
+    ]
 )
 
 
