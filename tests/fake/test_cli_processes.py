@@ -35,9 +35,9 @@ def weightsync(*arguments: str, timeout_s: float) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
 
 
-def forked_plan(model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `weightsync plan`. In a test that is marked `forks`, its process has vLLM imported."""
-    command = [sys.executable, "-m", "weightsync", "plan", str(model), *arguments]
+def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `weightsync`. In a test that is marked `forks`, its process has vLLM imported."""
+    command = [sys.executable, "-m", "weightsync", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -105,7 +105,7 @@ def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, argument
     file = tiny_model(tmp_path, layers=1) / "config.json"
     if config is not None:
         file.write_text(config)
-    run = forked_plan(file, *arguments)
+    run = forked("plan", str(file), *arguments)
     assert run.returncode == 2
     *warnings, line = run.stderr.splitlines()
     assert line.startswith("weightsync plan: ")
@@ -117,7 +117,7 @@ def test_plan_of_what_no_engine_serves_is_one_line_and_status_2(config, argument
 def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path):
     file = tiny_model(tmp_path, layers=1) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 258}))  # its 4 heads can
-    run = forked_plan(file, "--tp", "4")
+    run = forked("plan", str(file), "--tp", "4")
     assert run.returncode == 2
     line = run.stderr.splitlines()[-1]
     assert "vLLM cannot make a model of this config for 4 tensor parallel workers: assert all(output_size" in line
@@ -125,7 +125,7 @@ def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path):
 
 @pytest.mark.forks
 def test_plan_of_everything_shows_every_layer_and_worker(tmp_path):
-    run = forked_plan(tiny_model(tmp_path, layers=2), "--tp", "2", "--all")
+    run = forked("plan", str(tiny_model(tmp_path, layers=2)), "--tp", "2", "--all")
     assert run.returncode == 0
     printed = run.stdout
     assert "loading vLLM" not in run.stderr, "it is no terminal"
@@ -159,8 +159,9 @@ def test_commands_that_start_engines_are_installed(arguments: list[str], code: i
     assert (run.returncode, words in run.stdout.lower() + run.stderr) == (code, True), run.stdout + run.stderr
 
 
+@pytest.mark.forks
 def test_doctor_checks_the_machine():
-    run = weightsync("doctor", "--no-engine", timeout_s=60)
+    run = forked("doctor", "--no-engine")
     assert run.returncode == 0, run.stdout + run.stderr
     found = {line[6:29].strip(): line[:4] for line in run.stdout.splitlines() if line[:4] in ("pass", "FAIL", "skip")}
     assert found.keys() >= {"python", "weightsync", "torch", "msgspec", "/dev/shm", "loopback port", "vLLM plug-in"}
@@ -168,16 +169,18 @@ def test_doctor_checks_the_machine():
     assert found["engine"] == "skip"
 
 
-def test_doctor_fails_where_vllm_would_not_load_the_plug_in(monkeypatch, capsys):
+@pytest.mark.forks
+def test_doctor_fails_where_vllm_would_not_load_the_plug_in(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert cli.main(["doctor", "--no-engine"]) == 1
-    printed = capsys.readouterr().out
+    run = forked("doctor", "--no-engine")
+    assert run.returncode == 1
     assert (
-        "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver leaves weightsync out: add it to the list" in printed
+        "FAIL  vLLM plug-in           VLLM_PLUGINS=lora_resolver leaves weightsync out: add it to the list"
+        in run.stdout
     )
-    assert "FAIL  expandable_segments    on, by PYTORCH_CUDA_ALLOC_CONF" in printed
-    assert "2 checks failed" in printed
+    assert "FAIL  expandable_segments    on, by PYTORCH_CUDA_ALLOC_CONF" in run.stdout
+    assert "2 checks failed" in run.stdout
 
 
 def test_doctor_does_not_begin_without_weights_to_push(tmp_path, capsys):
