@@ -19,6 +19,7 @@ from weightsync.errors import UnsupportedError, first_few
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
+from weightsync.vllm.handed_over import HandedOver
 from weightsync.vllm.kv_cache import begin_search, last_layers
 from weightsync.vllm.kv_connectors import check_resets
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
@@ -63,6 +64,7 @@ class VllmModel:
         self._lost_scales: list[nn.Module] = []
         self._at_start: dict[str, int] = {}  # digests of the parameters as the engine has loaded them
         self._last_layers: list[str] = []
+        self._handed_over = HandedOver()
         parallel = vllm_config.parallel_config
         core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         self.identity = WorkerIdentity(
@@ -100,6 +102,7 @@ class VllmModel:
         ):
             raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
         check_resets(config)
+        self._handed_over.watch()
         supported_quant.check(self.live, config.quant_config, self.device)
         if hasattr(type(self._model), "process_weights_after_loading"):
             raise UnsupportedError(
@@ -204,8 +207,12 @@ class VllmModel:
         return self.device.type == "cuda" and compat.weights_asleep()
 
     def guard_forward(self, check: Callable[[], None]) -> None:
+        def before(*_: Any) -> None:
+            check()
+            self._handed_over.forget_expired()
+
         for module in compat.answering(self._model):
-            module.register_forward_pre_hook(lambda *_: check())
+            module.register_forward_pre_hook(before)
 
     def refresh_derived_state(self) -> bool:
         if self._attention is None:
@@ -225,6 +232,7 @@ class VllmModel:
         return bool(self._attention or copied)
 
     def search_kv_cache(self) -> Callable[[], bool]:
+        self._handed_over.check()
         if self.device.type == "cuda" and compat.kv_cache_asleep():
             return lambda: False  # sleep has discarded the cache
         layers = self._config.compilation_config.static_forward_context

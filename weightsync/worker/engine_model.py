@@ -119,6 +119,9 @@ class EngineModel(Protocol):
         Returns a function that clears a cache with such numbers, and returns whether it has. Call it before the next
         step of the engine. All requests compute their values anew after a push. NaN of earlier weights would spoil them
         from blocks that requests fill only in part.
+
+        Raises:
+            EngineError: Another engine has yet to take over a part of the cache, or this one of another.
         """
 
     def end_process(self, reason: str) -> None:

@@ -189,6 +189,7 @@ class Receiver:
 
         Raises:
             UnsupportedError: A kernel has changed since `make_plan`, or the engine has lost a kept parameter.
+            EngineError: Requests are between this engine and another.
         """
         if self._planner is not None and self._traced is not None:
             with self._model.scope():
