@@ -75,9 +75,9 @@ def words_of(nbytes: int) -> int:
     return -(-nbytes // 4) * 2
 
 
-def tiles_of(words: Sequence[int]) -> int:
-    """Return the number of tiles of pieces with these numbers of words."""
-    return sum(-(-count // TILE) for count in words)
+def tiles_of(words: int) -> int:
+    """Return the number of tiles of a piece with so many words."""
+    return -(-words // TILE)
 
 
 def table_bytes(tiles: int) -> int:
@@ -96,8 +96,8 @@ class ChangeFinder:
 
     def __init__(self, *groups: Sequence[Piece]) -> None:
         self._groups = groups
-        words = [[_words(piece.base).numel() for piece in pieces] for pieces in groups]
-        self._first_tiles = [*accumulate(map(tiles_of, words), initial=0)]
+        tiles = (sum(tiles_of(_words(piece.base).numel()) for piece in pieces) for pieces in groups)
+        self._first_tiles = [*accumulate(tiles, initial=0)]
         self.tiles = self._first_tiles[-1]
         device = next((piece.new.device for pieces in groups for piece in pieces), None)
         self.words = torch.zeros(1, dtype=torch.int64, device=device)
@@ -166,7 +166,7 @@ class ChangeWriter:
     """
 
     def __init__(self, words: Sequence[int], regions: Sequence[Region]) -> None:
-        self._first_tiles = [*accumulate((-(-count // TILE) for count in words), initial=0)]
+        self._first_tiles = [*accumulate(map(tiles_of, words), initial=0)]
         self.tiles = self._first_tiles[-1]
         self._regions = regions
         self._launches: Any = None
