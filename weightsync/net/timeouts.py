@@ -143,3 +143,5 @@ MEMBER_POLL_S = 0.002
 """Pause between two checks whether a communicator's members have met."""
 MEMBER_ARRIVAL_POLL_S = 0.01
 """Pause between two reads of the count of arrived members."""
+EXPIRED_LEASE_S = 60.0
+"""Longest time from the expiry of a request's blocks, in a pause of vLLM, to the push. A lease of vLLM lasts 30 s."""

@@ -12,11 +12,10 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from weightsync.errors import EngineError
+from weightsync.net import timeouts
 
 _ON_THEIR_WAY = "_reqs_to_send", "_recving_metadata"
 """The notes of requests under way, in both directions, in the workers of Nixl's connectors."""
-_PAUSE_S = 60.0
-"""The longest time from the end of a lease in a pause to the push. A lease lasts 30 s by default."""
 
 
 class HandedOver:
@@ -47,7 +46,7 @@ class HandedOver:
     def check(self) -> None:
         """Raise `EngineError` if requests are on their way, or were when this pause began."""
         waiting = sum(len(getattr(each, name, ())) for each in _workers() for name in _ON_THEIR_WAY)
-        waiting += sum(time.monotonic() - at < _PAUSE_S for at in self._expired_at)
+        waiting += sum(time.monotonic() - at < timeouts.EXPIRED_LEASE_S for at in self._expired_at)
         self.forget_expired()
         if waiting:
             raise EngineError(

@@ -97,10 +97,9 @@ def _connectors(config: KVTransferConfig | None) -> list[tuple[type, Mapping[str
         return []
     connector = KVConnectorFactory.get_connector_class(config)
     extra = config.kv_connector_extra_config or {}
-    inner = extra.get("connectors")
-    if not hasattr(connector, "_get_connector_classes_and_configs") or inner is None:
+    if not hasattr(connector, "_get_connector_classes_and_configs") or extra.get("connectors") is None:
         return [(connector, extra)]
-    return [each for one in inner for each in _connectors(KVTransferConfig(**one))]
+    return [each for one in extra["connectors"] for each in _connectors(KVTransferConfig(**one))]
 
 
 def _is_one_of(connector: type, names: set[str]) -> bool:
