@@ -100,26 +100,8 @@ class ManifestError(WeightSyncError, ValueError):
     unexpected: list[str]
     mismatched: dict[str, str]
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: list[str] | None = None,
-        unexpected: list[str] | None = None,
-        mismatched: dict[str, str] | None = None,
-        who: str | None = None,
-        phase: str | None = None,
-        **facts: Any,
-    ) -> None:
-        super().__init__(
-            message,
-            who=who,
-            phase=phase,
-            missing=missing or [],
-            unexpected=unexpected or [],
-            mismatched=mismatched or {},
-            **facts,
-        )
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message, **{"missing": [], "unexpected": [], "mismatched": {}, **facts})
 
 
 class NonFiniteError(WeightSyncError, ValueError):

@@ -49,17 +49,8 @@ from weightsync.transports.base import Transport
 logger = logging.getLogger(__name__)
 
 _SHARED_BY_RANKS = (
-    *(
-        "backend",
-        "transport",
-        "verify",
-        "quantize",
-        "on_engine_failure",
-        "encoding",
-        "encoding_base",
-        "non_finite",
-        "rolling",
-    ),
+    *("backend", "transport", "verify", "quantize", "on_engine_failure", "encoding", "encoding_base", "non_finite"),
+    "rolling",
 )
 """Options used by every rank, and compared. `selection` is used but not compared: later errors name differing
 tensors."""

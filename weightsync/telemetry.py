@@ -108,9 +108,7 @@ class _EngineMetrics:
         )
         self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes written to a worker by pushes", of_engine)
         self.engine_failures = Counter(
-            "weightsync_engine_failures",
-            "Errors of workers in pushes, by class",
-            [*of_engine, "error"],
+            "weightsync_engine_failures", "Errors of workers in pushes, by class", [*of_engine, "error"]
         )
         self.engine_version = Gauge(
             "weightsync_engine_version", "The version served by a worker", of_engine, multiprocess_mode=newest

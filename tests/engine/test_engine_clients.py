@@ -23,7 +23,7 @@ from engines import IN_CORE
 from test_engines import http_engine, loop_in_a_thread, push_once
 
 from weightsync import WeightSync
-from weightsync.engines import HttpEngine, LoraAdapter, http
+from weightsync.engines import HttpEngine, LoraAdapter, calls
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.llm import LlmEngine
 from weightsync.errors import EngineError, EngineUnreachableError, ManifestError, UnsupportedError
@@ -373,7 +373,7 @@ def change_adapters_of_a_server(engine: HttpEngine, url: str, folder: Path) -> N
 
 def push_by_the_extension(url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As into a server whose vLLM has no plug-ins: other weights, and then those that it was started cold from."""
-    monkeypatch.setattr(http, "PLUG_INS_SINCE", (99, 0))
+    monkeypatch.setattr(calls, "PLUG_INS_SINCE", (99, 0))
     cold = complete(url, model, 8)
     trained = tiny_models.build("qwen3", "A")
     with WeightSync("fsdp", "ipc", url, timeout_s=60.0) as sync:

@@ -213,7 +213,7 @@ def test_no_frame_is_decoded_before_its_seal_was_checked(pair, monkeypatch):
     """A peer without the key reaches the check of 16 bytes, and no decoder."""
     one, other = pair
     decoded = []
-    monkeypatch.setattr("weightsync.net.connection.decode", lambda body: decoded.append(body) or decode(body))
+    monkeypatch.setattr("weightsync.net.wire.decode", lambda body: decoded.append(body) or decode(body))
     changed = bytearray(sealed(one, encode(Commit(1))))
     changed[-1] ^= 1
     raw(one).sendall(changed)

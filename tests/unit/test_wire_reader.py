@@ -19,7 +19,7 @@ from wire_reader import RefusedError, check_connect, check_invitation, read_body
 
 from weightsync import CheckpointTransport, WeightSync
 from weightsync.errors import ProtocolError
-from weightsync.net import connection
+from weightsync.net import wire
 from weightsync.net.wire import PREFIX_BYTES, Message, Value, decode, encode, typed
 
 FRAMES = [bytes.fromhex(frame) for _, frame in GOLDEN]
@@ -105,7 +105,7 @@ def test_whatever_both_ends_send_in_a_push_is_read(
         sent.append(encode(message))
         return sent[-1]
 
-    monkeypatch.setattr(connection, "encode", record)
+    monkeypatch.setattr(wire, "encode", record)
     push(transport, tmp_path)
     names = set()
     for frame in sent:

@@ -18,10 +18,4 @@ from weightsync.engines.base import AdapterEngine, Engine, LoraAdapter
 from weightsync.engines.http import HttpEngine
 from weightsync.engines.server import VllmServer
 
-__all__ = [
-    "AdapterEngine",
-    "Engine",
-    "HttpEngine",
-    "LoraAdapter",
-    "VllmServer",
-]
+__all__ = ["AdapterEngine", "Engine", "HttpEngine", "LoraAdapter", "VllmServer"]

@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weightsync.errors import (
-    EngineError,
-    EngineUnreachableError,
-    SyncTimeoutError,
-    UnsupportedError,
-    WeightSyncError,
-)
+from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, UnsupportedError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
@@ -30,10 +24,7 @@ PLUG_IN_METHODS = {
     "update": "update_weights",
     "finish": "finish_weight_update",
 }
-EXTENSION_METHODS = {
-    "init": "weightsync_init",
-    "update": "weightsync_update",
-}
+EXTENSION_METHODS = {"init": "weightsync_init", "update": "weightsync_update"}
 
 RESET = "reset_prefix_cache"
 _SERVED = "init", "update"

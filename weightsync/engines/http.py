@@ -17,23 +17,9 @@ from urllib.parse import quote, urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert
 
+from weightsync.engines import calls
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.bound_modules import check_bound
-from weightsync.engines.calls import (
-    EXTENSION_METHODS,
-    EXTENSION_SINCE,
-    LOCAL,
-    PLUG_INS_SINCE,
-    STILL_ASLEEP,
-    caches_not_reset,
-    engine_error,
-    held_paused,
-    limit_s,
-    no_plug_in,
-    several_api_servers,
-    too_late,
-    with_cores,
-)
 from weightsync.errors import (
     ConfigError,
     EngineError,
@@ -141,7 +127,7 @@ class HttpEngine:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.name = name
         self.timeout_s = timeout_s
-        self.host = LOCAL if host == "localhost" else host
+        self.host = calls.LOCAL if host == "localhost" else host
         self._address = host, port
         self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._prefix = parts.path.rstrip("/")
@@ -157,7 +143,7 @@ class HttpEngine:
     ) -> dict[str, Any]:
         """Send one request, and return the JSON object of the answer, {} for an empty body. Raises `EngineError`s."""
         route = path.partition("?")[0]
-        limit = timeout_s or limit_s(route.lstrip("/"), self.timeout_s)
+        limit = timeout_s or calls.limit_s(route.lstrip("/"), self.timeout_s)
         text = self._ask(route, method, path, body, limit)
         answer = _parsed(text or "{}")
         if not isinstance(answer, dict):
@@ -194,11 +180,11 @@ class HttpEngine:
         # Read from the version, not found by trying: see `VllmEngine._worker_methods`. A build of vLLM without git tags
         # has the version 0.1.dev1, and is taken for a new one.
         version = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.call("GET", _VERSION).get("version")))
-        release = tuple(map(int, version.groups())) if version is not None else PLUG_INS_SINCE
-        self._has_plug_ins = not EXTENSION_SINCE <= release < PLUG_INS_SINCE
+        release = tuple(map(int, version.groups())) if version is not None else calls.PLUG_INS_SINCE
+        self._has_plug_ins = not calls.EXTENSION_SINCE <= release < calls.PLUG_INS_SINCE
         cores = self._count_cores()
-        init_info = with_cores(init_info, cores)
-        with held_paused(self) if cores > 1 else nullcontext():
+        init_info = calls.with_cores(init_info, cores)
+        with calls.held_paused(self) if cores > 1 else nullcontext():
             self._init(init_info)
         if session := init_info.get("session"):
             self._session = session
@@ -216,7 +202,7 @@ class HttpEngine:
         if self._has_plug_ins:
             self._post("/init_weight_transfer_engine", {"init_info": info})
         else:
-            self._call_workers(EXTENSION_METHODS["init"], info)
+            self._call_workers(calls.EXTENSION_METHODS["init"], info)
 
     def start(self) -> None:
         if self._has_plug_ins:
@@ -226,7 +212,7 @@ class HttpEngine:
         if self._has_plug_ins:
             self._post("/update_weights", {"update_info": update_info})
         else:
-            self._call_workers(EXTENSION_METHODS["update"], update_info)
+            self._call_workers(calls.EXTENSION_METHODS["update"], update_info)
 
     def finish(self, version: str | None) -> None:
         if self._has_plug_ins:
@@ -237,7 +223,9 @@ class HttpEngine:
 
     def _call_workers(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of all workers. Return the server's answer, with the workers' under "results", or {}."""
-        return self.call("POST", "/collective_rpc", {"method": method, "args": args}, limit_s(method, self.timeout_s))
+        return self.call(
+            "POST", "/collective_rpc", {"method": method, "args": args}, calls.limit_s(method, self.timeout_s)
+        )
 
     def pause(self, mode: str) -> None:
         # Level 0 pauses, and returns sooner than /pause, which sleeps afterwards.
@@ -255,7 +243,7 @@ class HttpEngine:
     def resume(self) -> None:
         # This does not resume an engine while its memory sleeps.
         if self._post("/wake_up?tags=scheduling").get("status") == "sleeping":
-            logger.warning(STILL_ASLEEP, self.name)
+            logger.warning(calls.STILL_ASLEEP, self.name)
 
     def reset_caches(self) -> None:
         self._reset_prefix_cache()
@@ -266,7 +254,7 @@ class HttpEngine:
         answer = self._post(f"/reset_prefix_cache?reset_running_requests=true&reset_external={external}")
         # vLLM 0.25 has no such field: a failure is a status 500 there, and the connector's failure is not reported.
         if not answer.get("success", True):
-            raise caches_not_reset(self.name)
+            raise calls.caches_not_reset(self.name)
 
     def set_version(self, version: str) -> None:
         with suppress(UnsupportedError):  # before vLLM 0.27
@@ -315,10 +303,10 @@ class HttpEngine:
             return
         config = self._told(_SERVER_INFO, _ServerInfo).vllm_config
         if (servers := (config.parallel_config or {}).get("_api_process_count", 1)) != 1:
-            raise several_api_servers(servers, self.name)
+            raise calls.several_api_servers(servers, self.name)
         backend = (config.weight_transfer_config or {}).get("backend")
         if backend != BACKEND and not (config.parallel_config or {}).get("worker_extension_cls"):
-            raise no_plug_in(f"its weight transfer backend is {backend!r}", self.name)
+            raise calls.no_plug_in(f"its weight transfer backend is {backend!r}", self.name)
         self._has_workers = True
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:
@@ -382,7 +370,7 @@ class HttpEngine:
             )
         if status in (502, 503, 504):
             raise EngineUnreachableError(f"{route}: status {status}: {message}", who=self.name)
-        raise engine_error(message, f"{route} (status {status})", self.name)
+        raise calls.engine_error(message, f"{route} (status {status})", self.name)
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> tuple[int, str]:
         """Send one request, and return the status and text of the answer."""
@@ -414,7 +402,7 @@ class HttpEngine:
                     raise http.client.IncompleteRead(content)
                 return response.status, content.decode(errors="replace")
             except TimeoutError as error:
-                raise too_late(route, timeout_s, self.name) from error
+                raise calls.too_late(route, timeout_s, self.name) from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # a ValueError for a chunk of -5 bytes
                 raise EngineUnreachableError(
                     f"the server closed the connection without an answer to {route} ({error}); it may or may not have "

@@ -9,19 +9,9 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
+from weightsync.engines import calls
 from weightsync.engines.base import LoraAdapter
 from weightsync.engines.bound_modules import ask_worker, check_bound
-from weightsync.engines.calls import (
-    EXTENSION_METHODS,
-    LOCAL,
-    PLUG_IN_METHODS,
-    RESET,
-    STILL_ASLEEP,
-    caches_not_reset,
-    held_paused,
-    no_plug_in,
-    with_cores,
-)
 from weightsync.errors import EngineError
 from weightsync.net.wire import ADAPTER_MODULES, BACKEND, NOT_LOADED
 from weightsync.vllm.llm_object import core_process, died, front_of, vllm_class
@@ -46,7 +36,7 @@ class VllmEngine(ABC):
 
     @property
     def host(self) -> str:
-        return LOCAL
+        return calls.LOCAL
 
     def pause(self, mode: str) -> None:
         """Pause an `AsyncLLM` by the same calls as `HttpEngine.pause`, for the same reasons."""
@@ -59,7 +49,7 @@ class VllmEngine(ABC):
 
     def resume(self) -> None:
         if self._call("wake_up", ["scheduling"], doing="resume") is False:
-            logger.warning(STILL_ASLEEP, self.name)
+            logger.warning(calls.STILL_ASLEEP, self.name)
 
     @abstractmethod
     def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
@@ -83,19 +73,19 @@ class VllmEngine(ABC):
         # of the others stay in vLLM's queues, and later calls get these answers.
         backend = self._setup["backend"]
         if backend == BACKEND:
-            return PLUG_IN_METHODS
+            return calls.PLUG_IN_METHODS
         if self._setup["extension"]:
-            return EXTENSION_METHODS
+            return calls.EXTENSION_METHODS
         found = f"its weight transfer backend is {backend!r}" if backend else "weight transfer is not configured"
-        raise no_plug_in(found, self.name)
+        raise calls.no_plug_in(found, self.name)
 
     def _call_workers(self, call: str, *args: Any) -> None:
         if (method := self._worker_methods.get(call)) is not None:
             self._call("collective_rpc", method, args=args, doing=method)
 
     def init(self, init_info: dict[str, Any]) -> None:
-        with held_paused(self) if self._setup["in_step"] else nullcontext():
-            self._call_workers("init", with_cores(init_info, int(self._setup["cores"])))
+        with calls.held_paused(self) if self._setup["in_step"] else nullcontext():
+            self._call_workers("init", calls.with_cores(init_info, int(self._setup["cores"])))
 
     def start(self) -> None:
         self._call_workers("start")
@@ -115,8 +105,8 @@ class VllmEngine(ABC):
 
     def _reset_prefix_cache(self, connector: bool = True) -> None:
         connector &= bool(self._setup["connector"])  # vLLM before 0.23 refuses to reset a connector that is not there
-        if self._call(RESET, reset_running_requests=True, reset_connector=connector) is False:
-            raise caches_not_reset(self.name)
+        if self._call(calls.RESET, reset_running_requests=True, reset_connector=connector) is False:
+            raise calls.caches_not_reset(self.name)
 
     def set_version(self, version: str) -> None:
         if "update_weight_version" in self._setup["methods"]:

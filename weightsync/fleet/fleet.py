@@ -44,35 +44,18 @@ from weightsync.errors import (
 )
 from weightsync.fleet.engine_call import BackgroundCall, EngineCalls, await_calls, join, repeat, wait_at_exit
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle, UpdateState, admit, find_lost
-from weightsync.net import timeouts
+from weightsync.net import timeouts, wire
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline, spawn
-from weightsync.net.wire import (
-    POISONED,
-    Commit,
-    Committed,
-    Connect,
-    Connected,
-    Done,
-    ExportParameters,
-    Failure,
-    Go,
-    Message,
-    PackedLoadPlan,
-    ParametersExported,
-    PlanRequest,
-    Ready,
-    Release,
-)
 from weightsync.planning.layout import Manifest
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.report import EngineReport
 
 logger = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 _Method = Callable[[EngineHandle], None]
 _Check = Callable[[], None]
 
@@ -180,11 +163,7 @@ class Fleet:
         return self._calls.run("init", one.engine.init, info, who=one.engine.name)
 
     def plan(
-        self,
-        manifest: Manifest,
-        keep: Sequence[str],
-        transport: str = "",
-        invitations: Sequence[dict[str, Any]] = (),
+        self, manifest: Manifest, keep: Sequence[str], transport: str = "", invitations: Sequence[dict[str, Any]] = ()
     ) -> list[LoadPlan]:
         """Return each worker's load plan for these tensors. Equal plans are one object.
 
@@ -192,32 +171,34 @@ class Fleet:
         invitations: for each worker, its invitation to meet the others over `transport` meanwhile. None: no meeting.
         """
         requests = [
-            PlanRequest(manifest.tensors, manifest.tied, tuple(keep), transport if each else "", each)
+            wire.PlanRequest(manifest.tensors, manifest.tied, tuple(keep), transport if each else "", each)
             for each in invitations or [{}] * len(self.workers)
         ]
-        found: list[tuple[PackedLoadPlan, LoadPlan]] = []
-        for packed in self._ask(requests, PackedLoadPlan, "plan"):
+        found: list[tuple[wire.PackedLoadPlan, LoadPlan]] = []
+        for packed in self._ask(requests, wire.PackedLoadPlan, "plan"):
             plan = next((plan for known, plan in found if known == packed), None)
             found.append((packed, plan or packed.read(manifest.names)))
         return [plan for _, plan in found]
 
-    def export(self, processes: Sequence[str]) -> list[ParametersExported]:
+    def export(self, processes: Sequence[str]) -> list[wire.ParametersExported]:
         """Return the locations of each worker's parameters. `processes`: the names of the processes writing there."""
-        return self._ask([ExportParameters(list(processes))] * len(self.workers), ParametersExported, "connect")
+        return self._ask(
+            [wire.ExportParameters(list(processes))] * len(self.workers), wire.ParametersExported, "connect"
+        )
 
-    def connect_transport(self, messages: Sequence[Connect], link: Callable[[Deadline], None]) -> None:
+    def connect_transport(self, messages: Sequence[wire.Connect], link: Callable[[Deadline], None]) -> None:
         """Send every worker its `Connect`, and wait for every `Connected`. `link` runs in a thread meanwhile."""
         deadline = Deadline(self._timeout_s)
         self._send(messages, deadline, "connect")
         linking = self._calls.run("connect", link, deadline)
-        self._collect(Connected, deadline, "connect")
+        self._collect(wire.Connected, deadline, "connect")
         await_calls([linking], deadline, "connect", self._check_waiting)
         self._calls.running.remove(linking)
 
     def release(self, phase: str) -> None:
         """Release the workers from their engine calls, and wait until the calls have returned."""
         deadline = Deadline(self._timeout_s)
-        self._send([Release()] * len(self.workers), deadline, phase)
+        self._send([wire.Release()] * len(self.workers), deadline, phase)
         self._await_running(deadline, phase)
 
     def open(self, handles: Sequence[EngineHandle] | None = None) -> None:
@@ -250,7 +231,7 @@ class Fleet:
             opening.error.phase = opening.error.phase or "pause"
             raise opening.error
         # Finds a worker that cannot take part, or does not answer, before anything is written anywhere.
-        self._collect(Ready, Deadline(self._timeout_s), "pause")
+        self._collect(wire.Ready, Deadline(self._timeout_s), "pause")
 
     def cancel(self) -> None:
         """Close the open update before `go`, if there is one. The engines then generate as before."""
@@ -261,7 +242,7 @@ class Fleet:
             self._all("pause", self._active, EngineHandle.roll_back)
             self._enter(UpdateState.CLOSED)
 
-    def go(self, message: Go, handles: Sequence[EngineHandle] | None = None) -> None:
+    def go(self, message: wire.Go, handles: Sequence[EngineHandle] | None = None) -> None:
         """Send `Go` to all workers, or to the workers of these engines: run your part of the plan.
 
         From here on the engines' weights are a mixture. Raises before if a rank or a worker is known to be gone.
@@ -277,23 +258,23 @@ class Fleet:
             self._calls.change("commit", one.send_finish, who=one.engine.name) for one in handles if one.queue
         ]
 
-    def wait_done(self, timeout_s: float | None = None) -> list[Done]:
+    def wait_done(self, timeout_s: float | None = None) -> list[wire.Done]:
         """Wait for every worker's `Done`: it has verified and loaded everything.
 
         timeout_s: the limit. None: the limit of a single wait.
         """
-        return self._collect(Done, Deadline(timeout_s or self._timeout_s), "load")
+        return self._collect(wire.Done, Deadline(timeout_s or self._timeout_s), "load")
 
-    def commit(self, label: str | None = None) -> list[Committed]:
+    def commit(self, label: str | None = None) -> list[wire.Committed]:
         """Commit the version: reset caches, stamp the version or its `label`, resume generation."""
         deadline = Deadline(self._timeout_s)
         # Set before sending: once a worker may have this version, no other weights may get its number.
         self.newest_version = max(self.newest_version, self._version)
-        self._send([Commit(self._version)] * len(self.workers), deadline, "commit")
+        self._send([wire.Commit(self._version)] * len(self.workers), deadline, "commit")
         # An engine serves one call at a time. Queued behind `update`, the reset saves a round trip.
         called = [one for one in self._active if one.queue is None]
         resets = [self._change("commit", one, lambda each: each.engine.reset_caches()) for one in called]
-        answers = self._collect(Committed, deadline, "commit")
+        answers = self._collect(wire.Committed, deadline, "commit")
         self._enter(UpdateState.FINISHING)
         self._await_running(deadline, "commit")
         await_calls(self._calls.finishes, deadline, "commit", self._check_waiting)
@@ -353,13 +334,13 @@ class Fleet:
         everyone = [worker for one in self.handles for worker in one.workers]
         for worker in everyone:
             with suppress(WeightSyncError):  # the worker is gone
-                worker.connection.send(Failure(error.to_fields()), deadline, "fail")
+                worker.connection.send(wire.Failure(error.to_fields()), deadline, "fail")
         # Otherwise a worker that is connecting would wait for its admission, and block its engine.
         self._listener.close()
         join([*self._calls.running, *self._calls.changes], silent, deadline)
         silent |= self._try_all("give up", held, EngineHandle.roll_back, silent, deadline)
         # vLLM reports the version with every answer, so users see the mark. Generation stays paused.
-        mark = f"{POISONED}: the push of version {self._version} failed"
+        mark = f"{wire.POISONED}: the push of version {self._version} failed"
         self._try_all("mark", mixed, lambda one: one.engine.set_version(mark), silent, deadline)
         wait_at_exit(self._calls.unfinished())
         self._ended.set()
@@ -425,15 +406,15 @@ class Fleet:
 
     def _ask_whether_ready(self) -> None:
         """Ask every worker whether it can take a push. It answers once it serves the update."""
-        self._send([Ready()] * len(self.workers), Deadline(self._timeout_s), "pause")
+        self._send([wire.Ready()] * len(self.workers), Deadline(self._timeout_s), "pause")
 
-    def _ask(self, messages: Sequence[Message], kind: type[M], phase: str) -> list[M]:
+    def _ask(self, messages: Sequence[wire.Message], kind: type[M], phase: str) -> list[M]:
         """Send each worker its message, and return their answers."""
         deadline = Deadline(self._timeout_s)
         self._send(messages, deadline, phase)
         return self._collect(kind, deadline, phase)
 
-    def _send(self, messages: Sequence[Message], deadline: Deadline, phase: str) -> None:
+    def _send(self, messages: Sequence[wire.Message], deadline: Deadline, phase: str) -> None:
         for worker, message in zip(self.workers, messages, strict=True):
             worker.connection.send(message, deadline, phase)
 

@@ -17,17 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.kernels.changed_words import (
-    GROUP,
-    GROUPS,
-    MIX,
-    STEP_OF_PLACE,
-    SUMS,
-    TILE,
-    Piece,
-    Region,
-    table_bytes,
-)
+from weightsync.kernels.changed_words import GROUP, GROUPS, MIX, STEP_OF_PLACE, SUMS, TILE, Piece, Region, table_bytes
 from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
 
 _FIELDS = 4

@@ -19,25 +19,13 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from weightsync.errors import FencedError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError, from_fields
-from weightsync.net import timeouts
+from weightsync.net import timeouts, wire
 from weightsync.net.addresses import host_port, reach
 from weightsync.net.authentication import SEAL_BYTES, FrameMac, authenticate
 from weightsync.net.runtime import Deadline
 from weightsync.net.tls import read_certificates, wrap
-from weightsync.net.wire import (
-    MAX_FRAME_BYTES,
-    PREFIX_BYTES,
-    Failure,
-    Hello,
-    Message,
-    Ping,
-    Pong,
-    decode,
-    encode,
-    frame_length,
-)
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=wire.Message)
 
 _TRIES = 3
 _MESSAGE_BYTES = 512
@@ -67,7 +55,7 @@ class Connection:
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.peer = peer
-        self.most_bytes = MAX_FRAME_BYTES
+        self.most_bytes = wire.MAX_FRAME_BYTES
         """Size of the largest frame that the peer may send."""
         self.holds: Callable[[], bool] = lambda: True
         """The value of `holds` in this end's `Pong`."""
@@ -75,7 +63,7 @@ class Connection:
         """`holds` in the peer's last `Pong`."""
         self._sock, self._sent, self._received = sock, sent, received
         self._buffer = bytearray()
-        self._inbox: deque[Message] = deque()
+        self._inbox: deque[wire.Message] = deque()
         self._waiting_bytes = 0
         self._broken: ProtocolError | None = None
         """The first invalid frame's error. After it no thread reads this socket."""
@@ -102,7 +90,7 @@ class Connection:
         for option, value in options.items():
             self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def send(self, message: Message, deadline: Deadline, phase: str) -> None:
+    def send(self, message: wire.Message, deadline: Deadline, phase: str) -> None:
         """Send one message.
 
         While the socket's buffer is full this reads from the peer: two ends that send at once would otherwise block
@@ -113,8 +101,8 @@ class Connection:
             self._send(message, deadline, phase)
         self._pong(deadline, phase)
 
-    def _send(self, message: Message, deadline: Deadline, phase: str) -> None:
-        frame = encode(message)
+    def _send(self, message: wire.Message, deadline: Deadline, phase: str) -> None:
+        frame = wire.encode(message)
         view = memoryview(frame + self._sent.of(frame))
         while view:
             try:
@@ -126,7 +114,7 @@ class Connection:
             except OSError as error:
                 raise self._gone(phase, error) from error
 
-    def receive(self, deadline: Deadline, phase: str) -> Message:
+    def receive(self, deadline: Deadline, phase: str) -> wire.Message:
         """Return the next message.
 
         Raises the error of a `Failure`, always a peer's last message. Raises also as `send` does.
@@ -137,7 +125,7 @@ class Connection:
             if not ready([self], select.POLLIN, deadline.left_s()):
                 raise timed_out([self.peer], phase, deadline)
             self.read(phase)
-        if isinstance(self._inbox[0], Failure):
+        if isinstance(self._inbox[0], wire.Failure):
             raise self.reported() or from_fields(self._inbox[0].error)
         return self._inbox.popleft()
 
@@ -196,7 +184,7 @@ class Connection:
                 if may_ask():
                     self._asked_at = time.monotonic()
                     with suppress(WeightSyncError):  # the owner's next call raises it
-                        self._send(Ping(), Deadline(timeouts.PONG_SENT_S), "idle")
+                        self._send(wire.Ping(), Deadline(timeouts.PONG_SENT_S), "idle")
 
     @property
     def seconds_since_read(self) -> float:
@@ -218,26 +206,26 @@ class Connection:
         if self._owes_pong and not self._sending.locked():
             with self._sending:
                 self._owes_pong = False
-                self._send(Pong(self.holds()), deadline, phase)
+                self._send(wire.Pong(self.holds()), deadline, phase)
 
     def _take(self, data: bytes) -> None:
         self._buffer += data
         try:
-            while len(self._buffer) >= PREFIX_BYTES:
-                prefix = bytes(self._buffer[:PREFIX_BYTES])
-                end = PREFIX_BYTES + frame_length(prefix, self.most_bytes)
+            while len(self._buffer) >= wire.PREFIX_BYTES:
+                prefix = bytes(self._buffer[: wire.PREFIX_BYTES])
+                end = wire.PREFIX_BYTES + wire.frame_length(prefix, self.most_bytes)
                 if len(self._buffer) < end + SEAL_BYTES:
                     break
-                body = bytes(memoryview(self._buffer)[PREFIX_BYTES:end])  # one copy, since plans are large
+                body = bytes(memoryview(self._buffer)[wire.PREFIX_BYTES : end])  # one copy, since plans are large
                 seal = bytes(self._buffer[end : end + SEAL_BYTES])
                 del self._buffer[: end + SEAL_BYTES]
                 if not hmac.compare_digest(self._received.of(prefix, body), seal):
                     raise ProtocolError("a frame has a wrong seal: it is forged, or not the peer's next frame")
-                message = decode(body)
-                if isinstance(message, Ping):
+                message = wire.decode(body)
+                if isinstance(message, wire.Ping):
                     self._owes_pong = True
                     continue
-                if isinstance(message, Pong):  # it may be late: no thread waits for it any more
+                if isinstance(message, wire.Pong):  # it may be late: no thread waits for it any more
                     self._has_answered, self._asked_at, self.peer_holds = True, None, message.holds
                     continue
                 self._waiting_bytes = end + _MESSAGE_BYTES + (self._waiting_bytes if self._inbox else 0)
@@ -249,7 +237,7 @@ class Connection:
             self._broken = error
             raise
 
-    def pop(self) -> Message | None:
+    def pop(self) -> wire.Message | None:
         """Return the next message in the inbox, or None. Does not read the socket."""
         return self._inbox.popleft() if self._inbox else None
 
@@ -258,7 +246,7 @@ class Connection:
 
         A `FencedError` comes first, since it is the cause of any other failure.
         """
-        causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, Failure)]
+        causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, wire.Failure)]
         return next(
             (cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self._broken
         )
@@ -270,7 +258,7 @@ class Connection:
 
     def was_told(self) -> bool:
         """Return whether the inbox has a `Failure`."""
-        return any(isinstance(message, Failure) for message in tuple(self._inbox))
+        return any(isinstance(message, wire.Failure) for message in tuple(self._inbox))
 
     def has_mail(self) -> bool:
         """Return whether the inbox has a message."""
@@ -292,7 +280,7 @@ class Connection:
         deadline = Deadline(timeout_s)
         try:
             self._has_answered = False
-            self.send(Ping(), deadline, "idle")
+            self.send(wire.Ping(), deadline, "idle")
             while not self._has_answered:
                 if not ready([self], select.POLLIN, deadline.left_s()):
                     return False
@@ -331,7 +319,7 @@ class Connection:
         return self.reported() or PeerError(f"{self.peer} {how}", who=self.peer, phase=phase)
 
 
-def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: Deadline) -> Connection:
+def dial(host: str, port: int, token: str, hello: wire.Hello, peer: str, deadline: Deadline) -> Connection:
     """Connect to the `Listener` of this token, and send `hello`. Raises as `reach` and `authenticate` do."""
     limit = Deadline(min(deadline.left_s(), timeouts.GREETING_S))
     certificates = read_certificates(is_listener=False)
@@ -350,7 +338,7 @@ def dial(host: str, port: int, token: str, hello: Hello, peer: str, deadline: De
         time.sleep(timeouts.DIAL_AGAIN_S)  # in a flood of connections the listener may have dropped this one
 
 
-def name_of(hello: Hello) -> str:
+def name_of(hello: wire.Hello) -> str:
     """Return the peer's name for people, from its `Hello`."""
     if hello.role == "worker":
         return f"engine {hello.group} worker {hello.name}"

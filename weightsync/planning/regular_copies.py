@@ -61,8 +61,5 @@ def _joined(first: CopyOp, count: int, step: tuple[int, int]) -> CopyOp:
         return replace(first, size=(count * first.size[0], *first.size[1:]))  # its rows go on
     src, dst = step
     return replace(
-        first,
-        size=(count, *first.size),
-        src_stride=(src, *first.src_stride),
-        dst_stride=(dst, *first.dst_stride),
+        first, size=(count, *first.size), src_stride=(src, *first.src_stride), dst_stride=(dst, *first.dst_stride)
     )

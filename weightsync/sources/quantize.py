@@ -39,11 +39,7 @@ class QuantizingSource(SteadySource):
     """
 
     def __init__(
-        self,
-        source: ShardSource,
-        form: str,
-        selection: TensorSelection,
-        largest: Callable[[torch.Tensor], None],
+        self, source: ShardSource, form: str, selection: TensorSelection, largest: Callable[[torch.Tensor], None]
     ) -> None:
         if form not in FORMS:
             raise ConfigError(

@@ -15,16 +15,9 @@ from weightsync.planning.merge import merge_manifests
 from weightsync.planning.transfer_plan import TransferPlan, longest_way, make_chunks
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
+from weightsync.strategies import plan_checks
 from weightsync.strategies.base import Options, warn_of_kept
 from weightsync.strategies.inventory import Inventory, frozen_everywhere, machines, manifests
-from weightsync.strategies.plan_checks import (
-    check_plans,
-    check_quantized,
-    duplicates,
-    make_buckets,
-    reads_of,
-    wire_manifest,
-)
 from weightsync.transports.base import RouteRequest, Transport
 
 logger = logging.getLogger(__name__)
@@ -59,14 +52,14 @@ def compile_plan(
     distinct = [*{id(plan): plan for plan in plans}.values()]
     _check(manifest, together, distinct, options)
     as_it_is = {name for pair in together for name in pair}
-    travelling = wire_manifest(manifest, distinct, options.selection, as_it_is)
+    travelling = plan_checks.wire_manifest(manifest, distinct, options.selection, as_it_is)
     locations = [at for each in everyone for at in each.locations if at.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
-    reads = reads_of(travelling, plans)
+    reads = plan_checks.reads_of(travelling, plans)
     workers = [worker.machine for worker in fleet.workers]
     chains = transport.route(RouteRequest(machines(everyone), workers, travelling, locations, reads))
     frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
-    buckets, last = make_buckets(bucketer, travelling, distinct, together, frozen)
+    buckets, last = plan_checks.make_buckets(bucketer, travelling, distinct, together, frozen)
     in_place = frozenset(() if chains else travelling.names).difference(*(each.unmapped for each in everyone))
     names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)
     hops = longest_way(chains)
@@ -75,7 +68,7 @@ def compile_plan(
     least = transport.min_chunk_bytes
     chunks = make_chunks(travelling, chains, names, last, in_place, locations, max_bytes, dict(together), least, hops)
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-    return TransferPlan(travelling, chains, chunks, len(reads), load_paths, duplicates(distinct), hops)
+    return TransferPlan(travelling, chains, chunks, len(reads), load_paths, plan_checks.duplicates(distinct), hops)
 
 
 def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:
@@ -94,9 +87,9 @@ def _check(
     manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[LoadPlan], options: Options
 ) -> None:
     """Raise `ManifestError` for tensors that do not fit the engines. Log the tensors that stay behind or unchanged."""
-    check_quantized(manifest, together, plans)
+    plan_checks.check_quantized(manifest, together, plans)
     is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
-    if unused := check_plans(manifest, plans, is_padded, options.selection.keep):
+    if unused := plan_checks.check_plans(manifest, plans, is_padded, options.selection.keep):
         text = "%d tensors are not pushed, such as %s: the engine does not run their part of the model"
         logger.info(text, len(unused), unused[0])
     warn_of_kept(plans)

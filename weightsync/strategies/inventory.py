@@ -32,11 +32,7 @@ class Inventory(Struct):
 
 
 def take_inventory(
-    reading: Reading,
-    held: dict[ShardLocation, LocalTensor],
-    rank: int,
-    transport: Transport,
-    options: Options,
+    reading: Reading, held: dict[ShardLocation, LocalTensor], rank: int, transport: Transport, options: Options
 ) -> Inventory:
     """Return this rank's inventory for rank 0."""
     kind, gpu_uuid = describe_device(device_of(held, options.ranks))

@@ -255,8 +255,7 @@ def wire_manifest(
         tensors.append(meta if dtype == meta.dtype else replace(meta, dtype=dtype))
     if wrong:
         raise ManifestError(
-            f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}",
-            mismatched=wrong,
+            f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}", mismatched=wrong
         )
     return Manifest(tuple(tensors))
 

@@ -124,7 +124,7 @@ class TrainerMemory:
         if self._verify != "none" and (changed or not is_same):
             raise DigestError(
                 f"a thread wrote {changed[0] if changed else 'weights through .data'} while a push read it: push "
-                "when no thread writes weights",
+                "when no thread writes weights"
             )
         self.pushed = Pushed(version, label, self._sample, (self._settings(), writes, digests))
 
