@@ -39,30 +39,20 @@ class SavedRegion:
     into: Box
 
 
-_Cut = tuple[int, Box, tuple[int, ...], int, Box]
-"""Number of a part, a region of it, its strides and offset in a trainer's tensor, and its box in the model's tensor."""
-
-
 class SavedView(NamedTuple):
-    """A region of a tensor of the checkpoint, in a tensor of the model.
+    """A region of a tensor of the checkpoint, and its place in tensors with some region and strides of the model's.
 
-    meta: the checkpoint's tensor. `box` is the region in it.
-    view: the region's memory, of shape `box.size`.
-    source: the region in the model's tensor. Dimension i of `box` runs along dimension `dims[i]` of it.
+    part: the number of the part in `SavedParts`. `box` is the region in its tensor of the checkpoint.
     """
 
-    meta: TensorMeta
+    part: int
     box: Box
-    view: torch.Tensor
-    source: Box
-    dims: tuple[int | None, ...]
+    stride: tuple[int, ...]
+    offset: int
 
-    def of(self, tensor: torch.Tensor, held: Box) -> torch.Tensor:
-        """Return the same region of another tensor with the region `held` of the model's tensor."""
-        steps = tensor.stride()
-        offset = sum((a - b) * step for a, b, step in zip(self.source.start, held.start, steps, strict=True))
-        strides = [1 if dim is None else steps[dim] for dim in self.dims]
-        return torch.as_strided(tensor, self.box.size, strides, tensor.storage_offset() + offset)
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region's memory in such a tensor, of shape `box.size`."""
+        return torch.as_strided(tensor, self.box.size, self.stride, tensor.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +64,7 @@ class SavedParts:
 
     metas: tuple[TensorMeta, ...]
     regions: tuple[SavedRegion, ...]
-    _cuts: dict[tuple[Box, tuple[int, ...]], list[_Cut]] = field(default_factory=dict, compare=False)
+    _views: dict[tuple[Box, tuple[int, ...]], list[SavedView]] = field(default_factory=dict, compare=False)
 
     def are_the_whole(self) -> bool:
         """Return whether a checkpoint tensor equals this tensor, apart from its name."""
@@ -96,24 +86,15 @@ class SavedParts:
         metas = (replace_meta(meta, name=name) for meta, name in zip(self.metas, names, strict=True))
         return replace(self, metas=tuple(metas))
 
-    def cut(self, box: Box, tensor: torch.Tensor) -> list[SavedView]:
-        """Return the regions of the parts in a tensor with the region `box` of the model's tensor, in their order."""
-        return [
-            SavedView(
-                self.metas[number],
-                region,
-                torch.as_strided(tensor, region.size, stride, tensor.storage_offset() + offset),
-                source,
-                self.regions[number].dims,
-            )
-            for number, region, stride, offset, source in self._cuts_of(box, tensor.stride())
-        ]
+    def views(self, box: Box, stride: tuple[int, ...]) -> list[SavedView]:
+        """Return the parts, in their order, in a tensor with these strides and the region `box` of the model's tensor.
 
-    def _cuts_of(self, box: Box, stride: tuple[int, ...]) -> list[_Cut]:
-        if (box, stride) not in self._cuts:  # kept, for a model can have tens of thousands of parts
-            found = (_cut(number, region, box, stride) for number, region in enumerate(self.regions))
-            self._cuts[box, stride] = [cut for cut in found if cut is not None]
-        return self._cuts[box, stride]
+        The result is kept, since a model can have tens of thousands of parts. Layers share it, see `of_layer`.
+        """
+        if (box, stride) not in self._views:
+            found = (_view(number, region, box, stride) for number, region in enumerate(self.regions))
+            self._views[box, stride] = [view for view in found if view is not None]
+        return self._views[box, stride]
 
 
 def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = ()) -> Manifest:
@@ -299,8 +280,8 @@ def _region(shape: tuple[int, ...], view: torch.Tensor) -> tuple[Box, tuple[int 
     return Box(start, tuple(size)), tuple(dims)
 
 
-def _cut(number: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> _Cut | None:
-    """Cut part `saved` from a tensor with strides `stride` and the region `box` of the model's tensor."""
+def _view(part: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> SavedView | None:
+    """Return the view of a part in a tensor with strides `stride` and the region `box` of the model's tensor."""
     if (common := saved.box.intersect(box)) is None:
         return None
     offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))
@@ -309,7 +290,7 @@ def _cut(number: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> 
         tuple(outer + inner for outer, inner in zip(saved.into.start, within, strict=True)),
         tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
     )
-    return number, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset, common
+    return SavedView(part, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
 from weightsync.sources.edits import Edit, edited
 from weightsync.sources.four_bits import FourBits, packed_weights
-from weightsync.sources.hf_checkpoint import SavedParts, SavedView, manifest_of, saved_form
+from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, walk_shells
 from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
@@ -112,11 +112,12 @@ class ModuleSource(LocalSource):
         trained = {meta.name for held, saved in tensors if held.trains for meta in saved.metas}
         shards = []
         for held, saved in tensors:
-            for number, part in enumerate(held.parts):
-                views = saved.cut(*part)
-                for view in views:
-                    compute = partial(self._compute, number, view, len(views) > 1) if held.edits else None
-                    shards.append(TensorShard(view.meta, view.box, view.view, view.meta.name in trained, compute))
+            for number, (box, tensor) in enumerate(held.parts):
+                views = saved.views(box, tensor.stride())
+                for at, view in enumerate(views):
+                    meta = saved.metas[view.part]
+                    compute = partial(self._compute, saved, number, at, len(views) > 1) if held.edits else None
+                    shards.append(TensorShard(meta, view.box, view.of(tensor), meta.name in trained, compute))
         manifest = manifest_of((saved for _, saved in tensors), tied)
         place = {name: number for number, name in enumerate(manifest.names)}
         return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]), self._settings)
@@ -139,19 +140,19 @@ class ModuleSource(LocalSource):
         with torch.no_grad():
             self._whole = self.whole([*inputs], barrier)
 
-    def _compute(self, number: int, view: SavedView, is_one_of_many: bool) -> torch.Tensor:
-        """Compute part `number` of a tensor of the model, and return its region `view`.
+    def _compute(self, saved: SavedParts, number: int, at: int, is_one_of_many: bool) -> torch.Tensor:
+        """Compute part `number` of a tensor of the model, and return view number `at` of it.
 
         If the push needs more of it, the part is kept until `gather` begins with other tensors.
         """
-        held = self._edited[view.meta.name]
+        held = self._edited[saved.metas[0].name]
         box, values = held.parts[number]
         computed = self._computed.get((held.identity, box))
         if computed is None:
             computed = edited(held.edits, held.shape, values, box, self._whole)
             if is_one_of_many:
                 self._computed[held.identity, box] = computed
-        return view.of(computed, box)
+        return saved.views(box, computed.stride())[at].of(computed)
 
     def _as_saved(
         self, model: nn.Module, on_meta: bool
