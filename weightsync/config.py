@@ -32,11 +32,14 @@ _Switch = Annotated[bool, Meta(description="it must be true, false or None")]
 
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
-_CHECKED_WHERE_READ = ("backend", "transport", "engine", "bucketer", "selection", "quantize", "encoding", "ranks")
+_CHECKED_WHERE_READ = ("backend", "transport", "engine", "bucketer", "selection", "encoding", "ranks")
 """Options with objects or names that only their readers know, such as a plug-in's transport."""
 _NAMES = ("backend", "bucketer")
 """The options among these with no other names than those of their types."""
-_HINTS = {"backend": '. "fsdp" is also for DDP and plain modules'}
+_HINTS = {
+    "backend": '. "fsdp" is also for DDP and plain modules',
+    "quantize": ", with a scale for each output channel. For other scales, push without it to an engine that quantises",
+}
 """More to say about the choices of an option."""
 
 

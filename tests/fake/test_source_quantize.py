@@ -224,7 +224,7 @@ def test_a_weight_that_is_no_floating_point_number_is_refused() -> None:
 
 @pytest.mark.parametrize("form", ["fp8_per_tensor", "fp8_per_block", "int4", ""])
 def test_other_forms_are_refused_at_once(form: str) -> None:
-    with pytest.raises(ConfigError, match='choose "fp8" or "int8"'):
+    with pytest.raises(ConfigError, match="choose one of fp8, int8, with a scale for"):
         WeightSync("fsdp", quantize=form)
 
 

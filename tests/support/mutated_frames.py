@@ -266,7 +266,7 @@ class Ends:
         mine = greeting(b"")
         newcomer = self._come(mine)
         self._listener._introduce(newcomer)
-        told: Any = newcomer._sock
+        told: Any = newcomer.sock
         assert newcomer.connection is not None
         seal = derive_keys(b"", self._listener.token, mine, told.sent[:GREETING_BYTES])[1]
         told.data = sealed(self._mutate.frames(HELLO)[1], seal._key, self._draw)

@@ -152,8 +152,6 @@ def test_bucketers_are_made_by_name() -> None:
     assert open_bucketer("parameter", None) == ParameterBucketer()
     with pytest.raises(ConfigError, match="leave max_bytes=10 out"):
         open_bucketer("parameter", 10)
-    with pytest.raises(ConfigError, match='choose "module", "threshold" or "parameter"'):
-        open_bucketer("layer", None)
 
 
 PARTS = [

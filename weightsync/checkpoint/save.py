@@ -126,7 +126,7 @@ def save_tensors(
                 source.gather(names, update.meet)
                 own = (part for name in names for part in by_name[name])
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
-            update.barrier("save")
+            update.meet()
             if ranks.rank == 0:
                 publish(incoming, target)
             ranks.broadcast(None, "save")

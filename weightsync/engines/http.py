@@ -141,11 +141,23 @@ class HttpEngine:
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Send one request, and return the JSON object of the answer, {} for an empty body. Raises `EngineError`s."""
+        """Send one request, and return the JSON object of the answer, {} for an empty body. Raises `EngineError`s.
+
+        Once another engine behind this address has refused a call, refused calls are repeated. The rollback of the push
+        then reaches the right engine.
+        """
         route = path.partition("?")[0]
         limit = timeout_s or calls.limit_s(route.lstrip("/"), self.timeout_s)
-        text = self._ask(route, method, path, body, limit)
-        answer = _parsed(text or "{}")
+        for left in reversed(range(_TRIES)):
+            status, text = self._request(method, path, body, limit)
+            refused = read_refusal(_parsed(text)) if status == STATUS else None
+            if refused is None:
+                break
+            repeats, self._meets_others = self._meets_others, not isinstance(refused, FencedError)
+            if not repeats or not self._meets_others or not left:
+                refused.who = self.name
+                raise refused
+        answer = _parsed(self._checked(route, status, text) or "{}")
         if not isinstance(answer, dict):
             raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
         return answer
@@ -157,23 +169,6 @@ class HttpEngine:
             return convert(answer, kind)
         except ValidationError as error:
             raise EngineError(f"{path}: the answer is not vLLM's: {error}", who=self.name) from error
-
-    def _ask(self, route: str, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> str:
-        """Send one request, and return the text of the answer.
-
-        Once another engine behind this address has refused a call, refused calls are repeated. The rollback of the push
-        then reaches the right engine.
-        """
-        for left in reversed(range(_TRIES)):
-            status, text = self._request(method, path, body, timeout_s)
-            refused = read_refusal(_parsed(text)) if status == STATUS else None
-            if refused is None:
-                return self._checked(route, status, text)
-            repeats, self._meets_others = self._meets_others, not isinstance(refused, FencedError)
-            if not repeats or not self._meets_others or not left:
-                refused.who = self.name
-                raise refused
-        raise AssertionError("the last try returns or raises")
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._session, self._meets_others = "", False

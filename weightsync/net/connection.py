@@ -65,8 +65,8 @@ class Connection:
         self._buffer = bytearray()
         self._inbox: deque[wire.Message] = deque()
         self._waiting_bytes = 0
-        self._broken: ProtocolError | None = None
-        """The first invalid frame's error. After it no thread reads this socket."""
+        self.broken: ProtocolError | None = None
+        """The first invalid frame's error. After it no thread reads this socket. An honest peer sends none."""
         self._reading, self._sending = threading.RLock(), threading.Lock()
         self._owes_pong = self._has_answered = False
         self._asked_at: float | None = None
@@ -120,8 +120,8 @@ class Connection:
         Raises the error of a `Failure`, always a peer's last message. Raises also as `send` does.
         """
         while not self._inbox:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise self.broken
             if not ready([self], select.POLLIN, deadline.left_s()):
                 raise timed_out([self.peer], phase, deadline)
             self.read(phase)
@@ -160,8 +160,8 @@ class Connection:
 
     def _read(self, phase: str) -> bool:
         with self._reading:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise self.broken
             try:
                 data = self._sock.recv(min(1 << 20, self.most_bytes))
             except BlockingIOError:
@@ -234,7 +234,7 @@ class Connection:
                 self._inbox.append(message)
         except ProtocolError as error:
             error.who = error.who or self.peer
-            self._broken = error
+            self.broken = error
             raise
 
     def pop(self) -> wire.Message | None:
@@ -247,14 +247,7 @@ class Connection:
         A `FencedError` comes first, since it is the cause of any other failure.
         """
         causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, wire.Failure)]
-        return next(
-            (cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self._broken
-        )
-
-    @property
-    def broken(self) -> ProtocolError | None:
-        """The error of an invalid frame, if one has arrived. An honest peer never sends one."""
-        return self._broken
+        return next((cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self.broken)
 
     def was_told(self) -> bool:
         """Return whether the inbox has a `Failure`."""

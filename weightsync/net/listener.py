@@ -208,7 +208,7 @@ class Listener:
             self._introduce(newcomer)
             if not self._key and not has_greeted and newcomer.connection is not None:
                 try:
-                    newcomer.refuse_other_users(table)
+                    refuse_other_users(newcomer.sock, newcomer.peer, table)
                 except ProtocolError as error:
                     self._turn_away(newcomer, str(error))
         for listener in [listener for listener in self._listeners if listener in readable]:
@@ -315,17 +315,17 @@ class _UnauthenticatedPeer:
         sock.setblocking(False)
         self.peer, self.greeting, self.deadline = peer, b"", Deadline(timeouts.NEWCOMER_S)
         self.connection: Connection | None = None
-        self._sock = sock
+        self.sock = sock
 
     def fileno(self) -> int:
-        return self._sock.fileno()
+        return self.sock.fileno()
 
     def answer(self, key: bytes, token: str) -> None:
         """Read arrived bytes of the greeting, and answer it when it is complete.
 
         Raises `ProtocolError` for bytes of another protocol, `PeerError` at EOF, and `OSError`.
         """
-        data = self._sock.recv(GREETING_BYTES - len(self.greeting))
+        data = self.sock.recv(GREETING_BYTES - len(self.greeting))
         if not data:
             raise PeerError("it closed its connection")
         self.greeting += data
@@ -334,13 +334,9 @@ class _UnauthenticatedPeer:
         if len(self.greeting) == GREETING_BYTES:
             mine = greeting(key)
             proof, received, sent = derive_keys(key, token, self.greeting, mine)
-            self._sock.sendall(mine + proof)  # does not block: a new socket's buffer has room
-            self.connection = Connection(self._sock, self.peer, sent, received)
+            self.sock.sendall(mine + proof)  # does not block: a new socket's buffer has room
+            self.connection = Connection(self.sock, self.peer, sent, received)
             self.connection.most_bytes = _HELLO_BYTES
 
-    def refuse_other_users(self, table: ConnectionTable) -> None:
-        """Raise `ProtocolError` unless the newcomer is a process of this user on this host."""
-        refuse_other_users(self._sock, self.peer, table)
-
     def close(self) -> None:
-        hang_up(self._sock)
+        hang_up(self.sock)

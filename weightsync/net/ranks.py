@@ -156,7 +156,7 @@ class Ranks:
         return begun
 
     def _hear(self, phase: str) -> _Begun:
-        with _hint(ALL_PUSH):
+        with _naming_the_cause():
             begun: _Begun = self._peers[0].expect(Value, Deadline(self.timeout_s), phase).read(_Begun)
         return begun
 
@@ -199,7 +199,7 @@ class Ranks:
             return []
         if self.listener is None or not self._peers:
             return [value]
-        with _hint(ALL_PUSH):
+        with _naming_the_cause():
             told = self.listener.collect(self.connections, Value, deadline, phase, check)
         return [value, *(message.read(kind) for message in told)]
 
@@ -218,14 +218,6 @@ class Ranks:
         for connection in self.connections:
             connection.send(message, deadline, phase)
         return value
-
-    def meet(self, check: Callable[[], None], deadline: Deadline, phase: str) -> None:
-        """Return once all ranks have called this. Collective.
-
-        Raises when a rank has failed, and on rank 0 as `check` does.
-        """
-        self.gather(None, phase, check=check, deadline=deadline)
-        self.broadcast(None, phase)
 
     def wait(self, seconds: float) -> None:
         """Sleep for this time. Raise when any rank has failed or died. For the loops of other waits."""
@@ -340,7 +332,7 @@ class Ranks:
             meeting.publish(offer)
             listener.reset_role(_ROLE)
             for rank in lost:
-                with _hint(ALL_PUSH):
+                with _naming_the_cause():
                     ((_, connection),) = listener.admit(_ROLE, rank, deadline, "connect", partial(meeting.check, offer))
                 if rank in self._peers:
                     self._peers[rank].close()
@@ -488,14 +480,13 @@ def collective(ranks: Ranks, call: CollectiveCall | None = None, recovery: Recov
 
 
 @contextmanager
-def _hint(hint: str) -> Iterator[None]:
-    """Add a probable cause to a `SyncTimeoutError` of the body."""
+def _naming_the_cause() -> Iterator[None]:
+    """Add the probable cause to a `SyncTimeoutError` of the body: a rank that does not push."""
     try:
         yield
     except SyncTimeoutError as error:
-        raise SyncTimeoutError(
-            f"{error.message}: {hint}", who=error.who, phase=error.phase, waiting_for=error.waiting_for
-        ) from error
+        error.message += f": {ALL_PUSH}"
+        raise
 
 
 def _own_address() -> str:

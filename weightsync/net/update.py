@@ -142,17 +142,13 @@ class Update:
         self.ranks.wait(seconds)
         self.check()
 
-    def barrier(self, phase: str) -> None:
-        """Return once every rank has called this. Collective. Raise when a rank has failed."""
-        self.ranks.gather(None, phase)
-        self.ranks.broadcast(None, phase)
-
     def meet(self) -> None:
         """Return once every rank has called this. Collective.
 
         Raises when a rank, a worker or an engine call has failed.
         """
-        self.ranks.meet(self.check, self.deadline_after_workers(), self.timeline.phase)
+        self.ranks.gather(None, self.timeline.phase, check=self.check, deadline=self.deadline_after_workers())
+        self.ranks.broadcast(None, self.timeline.phase)
 
     @contextmanager
     def blaming_ranks(self) -> Iterator[None]:

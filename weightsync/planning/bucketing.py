@@ -86,19 +86,14 @@ class ParameterBucketer:
 def open_bucketer(kind: str, max_bytes: int | None) -> Bucketer:
     """Return the bucketer called `kind`: "module", "threshold" or "parameter".
 
-    max_bytes: None means `DEFAULT_MAX_BYTES`. "parameter" takes None only.
-
-    Raises `ConfigError` for anything else.
+    max_bytes: None means `DEFAULT_MAX_BYTES`. "parameter" takes None only, and raises `ConfigError` for another value.
     """
-    if kind == "module":
-        return ModuleBucketer(DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
-    if kind == "threshold":
-        return ThresholdBucketer(DEFAULT_MAX_BYTES if max_bytes is None else max_bytes)
     if kind == "parameter":
         if max_bytes is not None:
             raise ConfigError(f'bucketing "parameter" sends one tensor at a time: leave max_bytes={max_bytes} out')
         return ParameterBucketer()
-    raise ConfigError(f'unknown bucketing {kind!r}: choose "module", "threshold" or "parameter"')
+    limit = DEFAULT_MAX_BYTES if max_bytes is None else max_bytes
+    return ModuleBucketer(limit) if kind == "module" else ThresholdBucketer(limit)
 
 
 def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozenset[str]:

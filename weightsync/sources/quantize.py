@@ -16,7 +16,7 @@ from itertools import groupby
 
 import torch
 
-from weightsync.errors import ConfigError, UnsupportedError
+from weightsync.errors import UnsupportedError
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel, row_maxima
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
@@ -35,17 +35,12 @@ class QuantizingSource(SteadySource):
     A float32 weight is rounded to bfloat16 first, as on its way to an engine that quantises itself. So both give the
     same bits. `selection.dtypes` may name another dtype for a weight, float32 too.
 
-    Holds the 8-bit values of one shard at a time, and a strip of float32. Raises `ConfigError` for an unknown form.
+    Holds the 8-bit values of one shard at a time, and a strip of float32.
     """
 
     def __init__(
         self, source: ShardSource, form: str, selection: TensorSelection, largest: Callable[[torch.Tensor], None]
     ) -> None:
-        if form not in FORMS:
-            raise ConfigError(
-                f'quantize={form!r}; choose "fp8" or "int8", with a scale for each output channel. For scales of '
-                "tensors or blocks, push without `quantize` to an engine that quantises"
-            )
         super().__init__(source)
         self._selection = selection
         self._largest = largest

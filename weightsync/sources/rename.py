@@ -10,10 +10,10 @@ from msgspec.structs import replace as replace_meta
 from weightsync.errors import ManifestError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Barrier, Reading, ShardSource, SteadySource
+from weightsync.sources.base import Barrier, DerivedSource, Reading, ShardSource
 
 
-class RenamingSource(SteadySource):
+class RenamingSource(DerivedSource):
     """The tensors of `source`, under the names of `selection.rename`. See `ShardSource`."""
 
     def __init__(self, source: ShardSource, selection: TensorSelection) -> None:

@@ -108,7 +108,7 @@ class AttachedModel:
     def _settle(self, update: Update) -> None:
         for device in {slot.local.device for slot in self._slots if slot.local.is_cuda}:
             torch.cuda.synchronize(device)  # the body may have written on any stream
-        update.barrier("write")
+        update.meet()
 
     def _versions(self) -> list[tuple[int, int]]:
         """Return torch's write counts of each parameter and its shard. A DTensor does not count writes to its shard."""
@@ -162,7 +162,7 @@ def lay_over(
             key: strided(memory(ranks.rank, storage), dtype, *view) for key, (storage, dtype, view) in views.items()
         }
         _set_up_buffers(model, [slot for slot in slots if _key(slot.local) not in views], device)
-        update.barrier("connect")
+        update.meet()
         return AttachedModel(model, [one.engine_instance for one in exports], _install(slots, locals_), replicas)
 
 

@@ -72,18 +72,12 @@ class FiniteCheck:
     def warn(self, update: Update, version: int, seen: Sequence[str]) -> None:
         """Warn of the tensors that the ranks have `seen` by `look`, now served."""
         if self._checked is not None and (bad := _of_all(update, seen, "commit")):
-            warn_of(version, bad)
+            logger.warning(
+                "the engines serve version %d with NaN or infinity in %d tensors: %s", version, len(bad), first_few(bad)
+            )
 
 
 def _of_all(update: Update, seen: Sequence[str], phase: str) -> list[str]:
     """Return the names that any rank has seen, on rank 0. Return an empty list elsewhere. Collective."""
     everyone = update.ranks.gather(seen, phase, list[str])
     return list(dict.fromkeys(name for each in everyone for name in each))
-
-
-def warn_of(version: int, names: Sequence[str]) -> None:
-    """Log the tensors of a version with NaN or infinity."""
-    count = len(names)
-    logger.warning(
-        "the engines serve version %d with NaN or infinity in %d tensors: %s", version, count, first_few(names)
-    )
