@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, UnsupportedError, WeightSyncError
+from weightsync.errors import EngineError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
@@ -144,14 +144,6 @@ def no_plug_in(found: str, who: str) -> EngineError:
         'weight_transfer_config={"backend": "weightsync"}, a server with '
         '--weight-transfer-config \'{"backend": "weightsync"}\'. Before vLLM 0.25, give worker_extension_cls or '
         "--worker-extension-cls weightsync.vllm.extension.WeightSyncWorkerExtension in its place",
-        who=who,
-    )
-
-
-def several_api_servers(count: int, who: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{count} API servers share the address, and vLLM lists an adapter in one of them alone. Start the server with "
-        "--api-server-count 1. Without it, --data-parallel-size starts one for each core",
         who=who,
     )
 

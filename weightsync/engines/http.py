@@ -298,7 +298,11 @@ class HttpEngine:
             return
         config = self._told(_SERVER_INFO, _ServerInfo).vllm_config
         if (servers := (config.parallel_config or {}).get("_api_process_count", 1)) != 1:
-            raise calls.several_api_servers(servers, self.name)
+            raise UnsupportedError(
+                f"{servers} API servers share the address, and vLLM lists an adapter in one of them alone. Start the "
+                "server with --api-server-count 1. Without it, --data-parallel-size starts one for each core",
+                who=self.name,
+            )
         backend = (config.weight_transfer_config or {}).get("backend")
         if backend != BACKEND and not (config.parallel_config or {}).get("worker_extension_cls"):
             raise calls.no_plug_in(f"its weight transfer backend is {backend!r}", self.name)

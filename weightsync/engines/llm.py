@@ -103,18 +103,12 @@ class LlmEngine(VllmEngine):
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
         self._turns.acquire(doing)
-
-        def run() -> Any:
-            try:
-                return call()
-            finally:
-                self._turns.release()
-
         try:
-            answer = submit(doing, run)
+            answer = submit(doing, call)
         except RuntimeError:
             self._turns.release()
             raise
+        answer.add_done_callback(lambda _: self._turns.release())
         return wait(answer, doing, self.timeout_s, self.name, lambda: died(self._engine))
 
 

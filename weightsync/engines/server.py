@@ -99,8 +99,18 @@ class VllmServer:
             SyncTimeoutError: the server has not answered within `timeout_s`.
         """
         assert self._child is not None
+        engine, deadline = HttpEngine(self.url, name=self.url, timeout_s=timeout_s), Deadline(timeout_s)
         try:
-            self._wait(self._child, timeout_s)
+            while not engine.is_alive():
+                if (exit_report := self._child.exit_report()) is not None:
+                    raise EngineError(exit_report, who=self.url)
+                if deadline.passed():
+                    raise SyncTimeoutError(
+                        f"the server did not answer within {timeout_s:g} s. {self._child.log_end()}",
+                        who=self.url,
+                        waiting_for=[self.url],
+                    )
+                time.sleep(timeouts.SERVER_POLL_S)
         except BaseException:
             self.stop()
             raise
@@ -142,17 +152,3 @@ class VllmServer:
             except OSError as error:
                 return error
         return None
-
-    def _wait(self, child: Child, timeout_s: float) -> None:
-        engine = HttpEngine(self.url, name=self.url, timeout_s=timeout_s)
-        deadline = Deadline(timeout_s)
-        while not engine.is_alive():
-            if (exit_report := child.exit_report()) is not None:
-                raise EngineError(exit_report, who=self.url)
-            if deadline.passed():
-                raise SyncTimeoutError(
-                    f"the server did not answer within {timeout_s:g} s. {child.log_end()}",
-                    who=self.url,
-                    waiting_for=[self.url],
-                )
-            time.sleep(timeouts.SERVER_POLL_S)

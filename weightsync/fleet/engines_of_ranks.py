@@ -103,7 +103,8 @@ class OtherRanks:
         offer = self._offer(ranks) if ranks.rank else Offer([], [])
         everyone = ranks.gather(offer, "plan", Offer)
         self._check(everyone, refuse)
-        strangers = [rank for rank, each in enumerate(everyone) if each.own and not self._is_connected(rank)]
+        connected = {rank for rank, (calls, _) in self._found.items() if calls.end is None}
+        strangers = [rank for rank, each in enumerate(everyone) if each.own and rank not in connected]
         strangers = ranks.broadcast(strangers, "plan", list[int])
         if ranks.rank in strangers:
             self.close()
@@ -157,9 +158,6 @@ class OtherRanks:
                     f"trainer rank {rank} was given an engine of its own, {offer.own[0].name}, but {refuse} reaches "
                     "the engines of rank 0 alone. Give the other ranks none, or choose another transport"
                 )
-
-    def _is_connected(self, rank: int) -> bool:
-        return rank in self._found and self._found[rank][0].end is None
 
     def _admit(self, ranks: Ranks, rank: int, own: Sequence[OwnEngine]) -> tuple[_Calls, list[Engine]]:
         assert ranks.listener is not None

@@ -25,7 +25,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,13 +62,9 @@ class DeepSpeedSource(ModuleSource):
 
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
         pipeline = getattr(sys.modules.get("deepspeed"), "PipelineModule", ())  # () if not imported
-        for prefix, module in walk(model):
-            if isinstance(module, pipeline):
-                raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
-            for name, param in module._parameters.items():
-                if param is not None:
-                    yield prefix + name, partial(self.read_param, param)
-            yield from self.buffers(prefix, module, read_whole)
+        if any(isinstance(module, pipeline) for _, module in walk(model)):
+            raise UnsupportedError("DeepSpeed's PipelineModule numbers its layers, and has no checkpoint names")
+        return super().readers(model)
 
     def read_param(self, tensor: torch.Tensor) -> LocalParam:
         if getattr(tensor, "ds_is_replaced_module", False):

@@ -71,10 +71,10 @@ class FsdpSource(ModuleSource):
             flat = flattened[id(module)]
             for name, (handle, index) in flat.items():
                 yield prefix + name, partial(_read_flat, handle, index)
-            for name, param in module._parameters.items():
-                if param is not None and name not in flat and not isinstance(param, FlatParameter):
-                    yield prefix + name, partial(self.read_param, param)
-            yield from self.buffers(prefix, module, self.read_param)
+            for name, read in self.own_readers(prefix, module):
+                tail = name.removeprefix(prefix)
+                if tail not in flat and not isinstance(module._parameters.get(tail), FlatParameter):
+                    yield name, read
 
     def read_param(self, tensor: torch.Tensor) -> LocalParam:
         if hasattr(tensor, "ds_tensor"):

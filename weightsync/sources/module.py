@@ -25,7 +25,7 @@ from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, 
 from weightsync.sources.edits import Edit, edited
 from weightsync.sources.four_bits import FourBits, packed_weights
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
-from weightsync.sources.module_tree import modules, walk_shells
+from weightsync.sources.module_tree import modules, walk, walk_shells
 from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
 from weightsync.sources.wrapped_tensors import inner_tensor
@@ -71,13 +71,14 @@ class ModuleSource(LocalSource):
         self._changed: Memo[dict[str, str]] = Memo()
         self._saved: Memo[list[list[SavedParts]]] = Memo()
 
-    @abstractmethod
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
         """Yield every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
+        for prefix, module in walk(model):
+            yield from self.own_readers(prefix, module)
 
     @abstractmethod
     def read_param(self, tensor: torch.Tensor) -> LocalParam:
-        """Return this rank's part of a parameter. Raise `UnsupportedError` if it cannot be read."""
+        """Return this rank's part of a parameter or buffer. Raise `UnsupportedError` if it cannot be read."""
 
     @abstractmethod
     def whole(self, tensors: Sequence[torch.Tensor], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
@@ -233,13 +234,14 @@ class ModuleSource(LocalSource):
             held = replace(held, trains=held.trains or adapter.tail == tail)
         return held
 
-    def buffers(
-        self, prefix: str, module: nn.Module, read: Callable[[torch.Tensor], LocalParam]
-    ) -> Iterator[NamedReader]:
-        """Yield the module's own persistent buffers, or none if the selection has no buffers."""
+    def own_readers(self, prefix: str, module: nn.Module) -> Iterator[NamedReader]:
+        """Yield the module's own parameters and persistent buffers, without buffers if the selection has none."""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, partial(self.read_param, param)
         for name, buffer in module._buffers.items():
             if buffer is not None and self.selection.buffers and name not in module._non_persistent_buffers_set:
-                yield prefix + name, partial(read, buffer)
+                yield prefix + name, partial(self.read_param, buffer)
 
 
 def fingerprint(

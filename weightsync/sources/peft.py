@@ -271,12 +271,10 @@ class AddedProducts(Adapter):
         """Return the multiplier of the product of the factors of adapter `name`."""
         return float(self.layer.scaling[name])
 
-    def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factors(self, name: str) -> list[torch.Tensor]:
         """Return this rank's A and B of an adapter."""
-        layer = self.layer
-        if name in layer.lora_A:
-            return layer.lora_A[name].weight, layer.lora_B[name].weight
-        return layer.lora_embedding_A[name], layer.lora_embedding_B[name]
+        found: list[Any] = [*self.factors(name).values()]
+        return [each[name] if isinstance(each, nn.ParameterDict) else each.weight for each in found]
 
 
 class TokenRows(Adapter):

@@ -44,12 +44,16 @@ Exports: TypeAlias = Sequence[ParametersExported]
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a parameter or buffer in a module, and this rank's shard of it."""
+    """The place of a parameter or buffer in a module."""
 
     tensors: dict[str, torch.Tensor | None]
     key: str
     tensor: torch.Tensor
-    local: torch.Tensor
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard of the tensor."""
+        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
 
 
 class AttachedModel:
@@ -62,7 +66,7 @@ class AttachedModel:
         self.engine_instances = engine_instances
         self._slots = slots
         self._replicas = replicas
-        self._addresses = [_local(slot.tensor).data_ptr() for slot in slots]
+        self._addresses = [slot.local.data_ptr() for slot in slots]
         # None while the body of `writing()` runs, or after a signal interrupted the end of `open`.
         self._known: list[tuple[int, int]] | None = self._versions()
         self._ours = {id(slot.tensor) for slot in slots}
@@ -88,7 +92,7 @@ class AttachedModel:
     def check(self) -> None:
         """Raise `WeightSyncError` if a parameter was replaced, or written outside of `writing()`, since `attach`."""
         for slot, at in zip(self._slots, self._addresses, strict=True):
-            if slot.tensors.get(slot.key) is not slot.tensor or _local(slot.tensor).data_ptr() != at:
+            if slot.tensors.get(slot.key) is not slot.tensor or slot.local.data_ptr() != at:
                 raise WeightSyncError(
                     f"the model's {slot.key!r} of shape {tuple(slot.tensor.shape)} is no longer the engine's memory: "
                     "a call such as `model.to(...)` replaced it. Attach a new model on the meta device"
@@ -112,7 +116,7 @@ class AttachedModel:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Return torch's write counts of each parameter and its shard. A DTensor does not count writes to its shard."""
-        return [(slot.tensor._version, _local(slot.tensor)._version) for slot in self._slots]
+        return [(slot.tensor._version, slot.local._version) for slot in self._slots]
 
     def _refuse_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._known is None:
@@ -205,12 +209,11 @@ def _slots(model: nn.Module) -> list[_Slot]:
             for key, tensor in tensors.items():
                 if tensor is None:
                     continue
-                local = _local(tensor)
-                if local.is_meta:
-                    found.append(_Slot(tensors, key, tensor, local))
+                if tensor.is_meta:
+                    found.append(_Slot(tensors, key, tensor))
                 elif isinstance(tensor, nn.Parameter):
                     raise ConfigError(
-                        f"parameter {key!r} of shape {tuple(tensor.shape)} is on {local.device} and has values of its "
+                        f"parameter {key!r} of shape {tuple(tensor.shape)} is on {tensor.device} and has values of its "
                         'own. Build the model under `with torch.device("meta"):`'
                     )
     return found
@@ -304,9 +307,8 @@ def _install(slots: Sequence[_Slot], locals_: dict[int, torch.Tensor]) -> list[_
             continue
         if id(slot.tensor) not in made:
             made[id(slot.tensor)] = _like(slot.tensor, locals_[_key(slot.local)])
-        tensor = made[id(slot.tensor)]
-        slot.tensors[slot.key] = tensor
-        placed.append(_Slot(slot.tensors, slot.key, tensor, _local(tensor)))
+        slot.tensors[slot.key] = made[id(slot.tensor)]
+        placed.append(_Slot(slot.tensors, slot.key, made[id(slot.tensor)]))
     return placed
 
 
@@ -356,10 +358,6 @@ def _initialise(model: nn.Module, slots: Sequence[_Slot]) -> None:
                 param._is_hf_initialized = True  # type: ignore[attr-defined]
         module._is_hf_initialized = id(module._buffers) not in blank  # type: ignore[assignment]
     initialise()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _key(tensor: torch.Tensor) -> int:

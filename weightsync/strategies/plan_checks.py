@@ -82,8 +82,7 @@ def _explain_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> Iterat
     advice = "Push the model inside" if len(old) > len(name) else "Push the whole model, not a part of it"
     yield f"{len(fitting)} names have another prefix than in the engine's checkpoint, such as {old} for {name}"
     absent = [other for other in missing if other not in fitting.values()] if len(fitting) == len(unexpected) else []
-    item = {rename.pattern: rename.replacement}
-    way = f", or give WeightSync(selection=TensorSelection(rename={item}))"
+    way = f", or give WeightSync(selection=TensorSelection(rename={rename}))"
     yield advice + (f": nothing is pushed for {first_few(absent)}" if absent else way)
 
 
