@@ -25,7 +25,7 @@ every trainer rank raises an error of the same class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -171,19 +171,15 @@ class DigestError(WeightSyncError, RuntimeError):
     """Received bytes that differ from the sent bytes."""
 
 
-def _classes() -> dict[str, type[WeightSyncError]]:
-    found: dict[str, type[WeightSyncError]] = {}
-    todo: list[type[WeightSyncError]] = [WeightSyncError]
-    while todo:
-        cls = todo.pop()
-        found[cls.__name__] = cls
-        todo.extend(cls.__subclasses__())
-    return found
+def _family(cls: type[WeightSyncError]) -> Iterator[type[WeightSyncError]]:
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _family(each)
 
 
 def from_fields(fields: ErrorFields) -> WeightSyncError:
     """Return the error of `to_fields`. An unknown class becomes a `WeightSyncError` that names it."""
-    cls = _classes().get(fields.kind)
+    cls = next((each for each in _family(WeightSyncError) if each.__name__ == fields.kind), None)
     if cls is None:
         cls, fields = WeightSyncError, replace(fields, message=f"{fields.kind}: {fields.message}")
     # A fact becomes an attribute, and must not hide a method or attribute of its class.

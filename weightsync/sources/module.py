@@ -169,10 +169,9 @@ class ModuleSource(LocalSource):
         saved, saved_others = self._saved.of(
             marks, lambda: [saved_form(model, metas, self.selection) for metas in (list(of_name.values()), others)]
         )
-        found = list(zip(tensors, saved, strict=True))
         by_name = dict(zip(of_name, saved, strict=True))
         ties = [(other, by_name[name]) for other, name in zip(saved_others, tied.values(), strict=True)]
-        return [(held, parts) for (_, held), parts in found], [
+        return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)], [
             (other.metas[0].name, first.metas[0].name)
             for other, first in ties
             if len(other.metas) == len(first.metas) == 1 and other.are_the_whole() and first.are_the_whole()

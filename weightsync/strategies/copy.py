@@ -92,10 +92,10 @@ class CopyWeights(FleetStrategy):
                 "tensors once. CheckpointTransport(folder), and any other transport object, has one transfer for all "
                 'engines. With pause="caller" all engines are paused throughout'
             )
-        self._sessions = Sessions(transport, another, options.encoding, options.encoding_base, self._rolling)
+        self._sessions = Sessions(options, transport, another)
         self._updated: list[str] = []  # on rank 0: the names of engines with the version of the push under way
         given = renamed(SteadySource(options.source), options.selection)
-        self._finite = FiniteCheck(options.non_finite, given, isinstance(options.source, StreamSource))
+        self._finite = FiniteCheck(options, given)
         self._source = self._finite.source
         self._largest = RankMax(options.ranks, self._wait)
         if options.quantize is not None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from weightsync.checkpoint.locked_folder import LOCK, LockedFolder, lock, unlock
 from weightsync.checkpoint.own_files import is_own_folder
@@ -55,11 +55,10 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MAX_VERSION
 from weightsync.planning.layout import Manifest, ShardLocation
 from weightsync.report import PushReport, WorkerReport
+from weightsync.sources.adapter import read_lora
 from weightsync.sources.base import Model, Reading, TensorShard
+from weightsync.sources.module import ModuleSource
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
-
-if TYPE_CHECKING:
-    from weightsync.sources.module import ModuleSource
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +99,6 @@ class LoraTransport:
 
     def open(self, options: Options) -> LoraAdapters:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
-        from weightsync.sources.module import ModuleSource  # imported late: FSDP takes the longest to import
-
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters need PEFT, backend="fsdp" or "deepspeed", and no quantize')
         options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "keep")
@@ -163,8 +160,6 @@ class LoraAdapters(UpdateStrategy):
 
     def _plan(self, update: Update, model: Model) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]], Any, int]:
         """Return the adapter's tensors, this rank's shards to write, PEFT's config, and the version. Collective."""
-        from weightsync.sources.adapter import read_lora  # imported late: FSDP takes the longest to import
-
         if self.adapter is None:
             OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
         reading, config = read_lora(self._source, model, self._transport.base_is_pushed)

@@ -9,6 +9,8 @@ from weightsync.errors import ConfigError, NonFiniteError, first_few
 from weightsync.net.update import Update
 from weightsync.sources.base import Model, ShardSource
 from weightsync.sources.finite import FiniteSource
+from weightsync.sources.stream import StreamSource
+from weightsync.strategies.base import Options
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +24,9 @@ class FiniteCheck:
     source: the checking source, around the source that was given. With "ignore" it is that source itself.
     """
 
-    def __init__(self, option: str | None, source: ShardSource, is_stream: bool = False) -> None:
-        self._option = option or "warn"
-        self._is_stream = is_stream
+    def __init__(self, options: Options, source: ShardSource) -> None:
+        self._option = options.non_finite or "warn"
+        self._is_stream = isinstance(options.source, StreamSource)
         is_checked = self._option != "ignore"
         self._checked = FiniteSource(source, takes_turns=self._option == "warn") if is_checked else None
         self.source = self._checked or source

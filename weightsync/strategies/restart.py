@@ -27,9 +27,10 @@ from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.net.update import Update
 from weightsync.report import EngineReport, PushReport
 from weightsync.sources.base import Model
-from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import OF_COPIES, Options, UpdateStrategy
+from weightsync.strategies.copy import CopyWeights
 from weightsync.strategies.non_finite import FiniteCheck
+from weightsync.transports.files import FilesTransport
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,6 @@ class CheckpointTransport:
         options.refuse_selection("this CheckpointTransport, whose versions are complete", "keep")
         if self.restart:
             return SaveAndRestart(options, self)
-        from weightsync.strategies.copy import CopyWeights
-        from weightsync.transports.files import FilesTransport
-
         beside = (self.config, self.generation_config, self.tokenizer)
         folder, takes_configs = Path(self.folder).absolute(), options.quantize is None
         transport = FilesTransport(folder, self.keep_last, self.max_shard_bytes, beside, takes_configs)
@@ -119,7 +117,7 @@ class SaveAndRestart(UpdateStrategy):
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
         options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
         self._options = options
-        self._finite = FiniteCheck(options.non_finite, options.source, isinstance(options.source, StreamSource))
+        self._finite = FiniteCheck(options, options.source)
         self._transport = transport
         self._folder: VersionFolder | None = None  # rank 0 only
 

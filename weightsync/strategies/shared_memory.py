@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -26,13 +26,12 @@ from weightsync.planning.layout import Manifest
 from weightsync.planning.merge import merge_manifests
 from weightsync.report import PushReport
 from weightsync.sources.base import Model
+from weightsync.sources.fsdp import FsdpSource
+from weightsync.strategies.attached_model import AttachedModel, lay_over
 from weightsync.strategies.base import OF_COPIES, FleetStrategy, Options, warn_of_kept, worker_reports
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.plan_checks import check_plans
 from weightsync.transports import handle_file
-
-if TYPE_CHECKING:
-    from weightsync.strategies.attached_model import AttachedModel
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class SharedMemory(FleetStrategy):
     def __init__(self, options: Options, transport: SingleCopyTransport) -> None:
         super().__init__(options)
         self._transport = transport
-        self._finite = FiniteCheck(options.non_finite, options.source)
+        self._finite = FiniteCheck(options, options.source)
         self._manifest: Manifest | None = None  # this rank's tensors of the attached model
         self._attached: AttachedModel | None = None
 
@@ -116,9 +115,6 @@ class SharedMemory(FleetStrategy):
         return update.report
 
     def attach(self, update: Update, model: nn.Module) -> None:
-        from weightsync.sources.fsdp import FsdpSource  # imported late: DTensor and FSDP take the longest to import
-        from weightsync.strategies.attached_model import lay_over
-
         if self._attached is not None:
             raise ConfigError("a model is attached already; close this WeightSync first")
         assert isinstance(self._options.source, FsdpSource)

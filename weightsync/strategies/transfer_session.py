@@ -23,6 +23,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import Connect
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, Storage
+from weightsync.strategies.base import Options
 from weightsync.transports.base import LocalTensors, Transport
 
 logger = logging.getLogger(__name__)
@@ -163,27 +164,20 @@ class Sessions:
     again: during a negotiation, the plans of the dropped sessions of its engines, if all had one.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        another: Callable[[], Transport] | None = None,
-        encoding: str | None = None,
-        encoding_base: str | None = None,
-        of_one: bool = False,
-    ) -> None:
+    def __init__(self, options: Options, transport: Transport, another: Callable[[], Transport] | None) -> None:
         """Connect engines over `transport`, or each session over a transport of `another`.
 
-        of_one: each engine has a session of its own, for any number of engines.
+        With `rolling=True` each engine has a session of its own, for any number of engines.
 
         Raises `ConfigError` for an encoding that `transport` does not know.
         """
-        if encoding is not None and encoding not in transport.encodings:
+        if options.encoding is not None and options.encoding not in transport.encodings:
             raise ConfigError(
-                f"encoding={encoding!r}; encodings of transport {transport.name!r}: "
+                f"encoding={options.encoding!r}; encodings of transport {transport.name!r}: "
                 f"{', '.join(map(repr, transport.encodings)) or 'none'}"
             )
-        self._transport, self._another, self._of_one = transport, another, of_one
-        self._encoding = encoding, encoding_base
+        self._transport, self._another, self._of_one = transport, another, options.rolling is True
+        self._encoding = options.encoding, options.encoding_base
         self.negotiated: list[TransferSession] = []
         self.again: list[TransferPlan] = []
         self._joining: list[Transport] = []  # the transport of the session under negotiation
