@@ -50,6 +50,29 @@ def test_engine_of_every_rank_is_pushed_to(transport: str) -> None:
     run_ranks(push_into_each, 3, transport)
 
 
+def push_while_the_last_rank_generates(rank: int) -> None:
+    engine: Any = own_engine()
+    if rank == 2:
+        engine.is_paused = lambda: False
+    elif rank == 1:
+        engine.is_paused = lambda: True  # rank 0's engine does not report it
+    with WeightSync("fsdp", "ipc", engine, pause="caller", timeout_s=TIMEOUT_S) as sync:
+        with pytest.raises(EngineError, match=r"the engine generates\. Pause it before each push"):
+            sync.push(trainer_model(checkpoint(2)))
+        assert serves(engine, 1)
+        dist.barrier()
+        if rank == 2:
+            engine.is_paused = lambda: True
+        sync.push(trainer_model(checkpoint(3)))
+        assert serves(engine, 3)
+        dist.barrier()  # none closes while another looks
+    engine.close()
+
+
+def test_engine_of_another_rank_that_the_caller_has_not_paused_is_refused() -> None:
+    run_ranks(push_while_the_last_rank_generates, 3)
+
+
 def push_into_parts(rank: int, transport: str) -> None:
     """Four ranks with the workers of two engines, two ranks each."""
     part, worker = divmod(rank, 2)

@@ -75,6 +75,12 @@ class Engine(Protocol):
         """Return whether the engine can still answer. None: it may be busy. Never raises. Takes seconds."""
 
 
+def reports_paused(engine: Engine) -> bool | None:
+    """Return whether an engine's generation is paused. None: it does not report this, as not every engine can."""
+    found: bool | None = getattr(engine, "is_paused", lambda: None)()
+    return found
+
+
 Wait = Callable[[], None]
 """A function that waits for the answer to a call, and raises the call's error."""
 

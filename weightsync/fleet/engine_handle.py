@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from weightsync.engines import Engine
-from weightsync.engines.base import QueueingEngine, Wait
+from weightsync.engines.base import QueueingEngine, Wait, reports_paused
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.net import timeouts
@@ -184,7 +184,7 @@ class EngineHandle:
 
     def _check_paused(self) -> None:
         """Raise `EngineError` when the engine reports that it generates. Not every engine reports it."""
-        if getattr(self.engine, "is_paused", lambda: None)() is False:
+        if reports_paused(self.engine) is False:
             raise EngineError(
                 f'pause="{CALLER}", but the engine generates. Pause it before each push, and resume it afterwards',
                 who=self.engine.name,

@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from weightsync.engines.base import CalledEngine, Engine, SpmdPart
+from weightsync.engines.base import CalledEngine, Engine, SpmdPart, reports_paused
 from weightsync.engines.calls import LOCAL, as_ours, wait
 from weightsync.errors import (
     ConfigError,
@@ -181,6 +181,10 @@ class RankEngine(CalledEngine):
         except WeightSyncError:
             return False
 
+    def is_paused(self) -> bool | None:
+        found: bool | None = self._call("is_paused")
+        return found
+
     def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         answer = self._calls.send(self._number, method, args, self.name)
         return wait(
@@ -188,7 +192,7 @@ class RankEngine(CalledEngine):
         )
 
 
-_METHODS = frozenset(name for name in vars(CalledEngine) if not name.startswith("_"))
+_METHODS = {"is_paused", *(name for name in vars(CalledEngine) if not name.startswith("_"))}
 
 
 class _Calls:
@@ -245,7 +249,9 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
         value: Any = None
         error: ErrorFields | None = None
         try:
-            value = getattr(engines[call.engine], call.method)(*call.args)
+            engine = engines[call.engine]
+            is_question = call.method == "is_paused"
+            value = reports_paused(engine) if is_question else getattr(engine, call.method)(*call.args)
         except Exception as problem:
             error = as_ours(problem, call.method, engines[call.engine].name).to_fields()
         with suppress(WeightSyncError, OSError):  # rank 0 is gone
