@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections import defaultdict
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -22,6 +21,7 @@ from weightsync.errors import ConfigError, ManifestError
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.update import Update
 from weightsync.planning.bucketing import ThresholdBucketer
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, row_major
 from weightsync.planning.merge import merge_manifests
 from weightsync.selection import TensorSelection
@@ -112,9 +112,7 @@ def save_tensors(
             bucketer = ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes))
             buckets = [bucket.names for bucket in bucketer.bucket(manifest, None)]
             files = lay_out(manifest, buckets, max_shard_bytes)
-            by_name: dict[str, list[tuple[ShardLocation, TensorShard]]] = defaultdict(list)
-            for location, shard in mine:
-                by_name[location.name].append((location, shard))
+            by_name = grouped(mine, lambda pair: pair[0].name)
         with update.timeline.during("save"):
             if ranks.rank == 0:
                 with placement_errors(f"cannot make {target.parent}"):
@@ -124,7 +122,7 @@ def save_tensors(
             check_seen(incoming, f"trainer rank {ranks.rank}")
             for names in (*buckets, ()):
                 source.gather(names, update.meet)
-                own = (part for name in names for part in by_name[name])
+                own = (part for name in names for part in by_name.get(name, ()))
                 write(incoming, files, ((location, shard.values()) for location, shard in own))
             update.meet()
             if ranks.rank == 0:

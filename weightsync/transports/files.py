@@ -35,18 +35,7 @@ from weightsync.net.wire import typed
 from weightsync.planning.layout import Box, Count, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
 from weightsync.planning.wire_types import Storage
-from weightsync.transports import staging
-from weightsync.transports.base import (
-    DIGEST_BYTES,
-    Endpoint,
-    LocalTensors,
-    RouteRequest,
-    Transport,
-    TransportReceiver,
-    Wait,
-    align,
-    strided,
-)
+from weightsync.transports import base, staging
 from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, still_open, wait_until
 
 _SLOT = 0
@@ -74,7 +63,7 @@ class FilesEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     runs: list[list[tuple[Count, Count, Count]]]
 
 
-class FilesTransport(Transport):
+class FilesTransport(base.Transport):
     """The trainer's end of `CheckpointTransport(folder)`. See `CheckpointTransport` for the arguments."""
 
     name = "checkpoint"
@@ -89,12 +78,12 @@ class FilesTransport(Transport):
         self._folder: VersionFolder | None = None  # rank 0 only
         self._writer: _ShardWriter | None = None
 
-    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         shard_files.check_whole(request.manifest, request.locations)
         # Every worker checks in `connect` that it sees the folder. No worker passes bytes on, so one stands for all.
         return (Chain((0,), chain_of(range(len(request.reads)), request.reads).reads),)
 
-    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+    def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = update.ranks
         travelling = (name for chunk in plan.chunks for name in chunk.names)
         order = dict.fromkeys([*travelling, *plan.manifest.names])  # no chunk has tensors without elements
@@ -109,7 +98,7 @@ class FilesTransport(Transport):
         shard_files.check_seen(Path(incoming), f"trainer rank {ranks.rank}")
         self._writer = _ShardWriter(plan, tensors, shards, Path(incoming), ranks.rank, beside)
         if ranks.rank:
-            return [Endpoint() for _ in range(plan.workers)]
+            return [base.Endpoint() for _ in range(plan.workers)]
         layout = [staging.lay_out(plan.manifest, by_rank(chunk.pieces), _SLOT) for chunk in plan.chunks]
         pieces = [[_pieces(shards, each) for each in those.values()] for those in layout]
         return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in range(plan.workers)]
@@ -158,7 +147,7 @@ class _ShardWriter:
     def __init__(
         self,
         plan: TransferPlan,
-        tensors: LocalTensors,
+        tensors: base.LocalTensors,
         shards: Shards,
         incoming: Path,
         rank: int,
@@ -190,12 +179,12 @@ class _ShardWriter:
         for section in sections:
             section.clear_gaps(self._slot)
         self.packer.fill(number, sample)
-        digest = bytes(DIGEST_BYTES)
+        digest = bytes(base.DIGEST_BYTES)
         for section in sections:
-            regions = ((p, strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
+            regions = ((p, base.strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
             shard_files.write(self.folder(), self._shards, regions)
             if sample is not None:
-                digest = bytes(shard_files.memory_of(self._slot[section.end - DIGEST_BYTES : section.end]))
+                digest = bytes(shard_files.memory_of(self._slot[section.end - base.DIGEST_BYTES : section.end]))
         shard_files.append(_progress(self._incoming, self._rank), digest)
 
 
@@ -209,7 +198,7 @@ def _pieces(shards: Shards, section: SlotSection) -> list[_Piece]:
     return rows
 
 
-class FilesReceiver(TransportReceiver):
+class FilesReceiver(base.TransportReceiver):
     """The worker's end: a slot for one chunk on the engine's device. Bytes reach a GPU through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -221,7 +210,7 @@ class FilesReceiver(TransportReceiver):
         self._read_into = torch.empty(0, dtype=torch.uint8)
         self._memory = memoryview(b"")
 
-    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
         told = typed(fields, FilesEndpoint)
         self._incoming, self._runs, self._pieces = Path(told.incoming), told.runs, told.pieces
         shard_files.check_seen(self._incoming, "this engine worker")
@@ -238,7 +227,7 @@ class FilesReceiver(TransportReceiver):
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._slot
 
-    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+    def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         self._pushes += 1
         for number in numbers:
             self._seen += 1
@@ -248,7 +237,7 @@ class FilesReceiver(TransportReceiver):
             for (rank, _, end), pieces in zip(runs, self._pieces[number], strict=True):
                 self._read(pieces, wait, deadline())
                 with _reading(_progress(self._incoming, rank)) as fd:
-                    _read_at(fd, self._memory[end - DIGEST_BYTES : end], (self._seen - 1) * DIGEST_BYTES)
+                    _read_at(fd, self._memory[end - base.DIGEST_BYTES : end], (self._seen - 1) * base.DIGEST_BYTES)
             if self._slot is not self._read_into:
                 last = max(end for _, _, end in runs)
                 self._slot[:last].copy_(self._read_into[:last])
@@ -259,11 +248,11 @@ class FilesReceiver(TransportReceiver):
         for rank in ranks:
             # Open anew each time: network file systems fetch other hosts' writes only on open.
             with _reading(_progress(self._incoming, rank)) as fd:
-                if os.fstat(fd).st_size < self._seen * DIGEST_BYTES:
+                if os.fstat(fd).st_size < self._seen * base.DIGEST_BYTES:
                     late.append(f"trainer rank {rank}")
         return late
 
-    def _read(self, pieces: Sequence[_Piece], wait: Wait, deadline: Deadline) -> None:
+    def _read(self, pieces: Sequence[_Piece], wait: base.Wait, deadline: Deadline) -> None:
         """Read one rank's pieces, and zero the gaps between them. The rank's digest covers zeroed gaps too."""
         for piece in pieces:
             length, starts = runs(piece.shape, piece.box)
@@ -281,7 +270,7 @@ class FilesReceiver(TransportReceiver):
                                 waiting_for=["the disk"],
                             )
             wait(0.0)
-            self._read_into[at : align(at)].zero_()
+            self._read_into[at : base.align(at)].zero_()
 
     def close(self) -> None:
         self._forget()
@@ -303,7 +292,7 @@ def _read_at(fd: int, memory: memoryview, at: int) -> int:
     return done
 
 
-def _without_folder(name: str) -> Transport:
+def _without_folder(name: str) -> base.Transport:
     raise ConfigError(f"transport={name!r} needs a folder: pass transport=weightsync.CheckpointTransport(folder)")
 
 

@@ -22,16 +22,7 @@ from weightsync.net.wire import typed
 from weightsync.planning.layout import Count, ShardLocation, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
-from weightsync.transports.base import (
-    SLOTS,
-    Endpoint,
-    LocalTensor,
-    LocalTensors,
-    RouteRequest,
-    Transport,
-    TransportReceiver,
-    Wait,
-)
+from weightsync.transports import base
 from weightsync.transports.proof import MemoryFingerprint
 from weightsync.transports.shared_handles import Handle, SharedFile, export, open_exported
 from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_out, slot_bytes, still_open, wait_until
@@ -41,7 +32,7 @@ _COUNTERS = 0
 _CACHE_LINE_BYTES = 64
 
 
-class IpcTransport(Transport):
+class IpcTransport(base.Transport):
     """The trainer's end. `name` is "ipc", or "cuda_ipc" to refuse CPU tensors."""
 
     def __init__(self, name: str = "ipc") -> None:
@@ -58,7 +49,7 @@ class IpcTransport(Transport):
         self._runs: list[ByteRange] = []
         self._proof = MemoryFingerprint([[]])
 
-    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         ranks, workers = request.ranks, request.workers
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
@@ -71,7 +62,7 @@ class IpcTransport(Transport):
             )
         return ()
 
-    def can_map(self, tensor: LocalTensor) -> bool:
+    def can_map(self, tensor: base.LocalTensor) -> bool:
         if tensor.compute is not None:
             return False
         if tensor.tensor.is_cuda:
@@ -82,7 +73,7 @@ class IpcTransport(Transport):
             return False
         return storage.filename is None and int(storage._share_fd_cpu_()[0]) >= 0  # nor does a file mapped by torch
 
-    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+    def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         on_cpu = [location.name for location, each in tensors.at.items() if not each.tensor.is_cuda]
         if self.name == "cuda_ipc" and on_cpu:
             raise PlacementError(
@@ -94,7 +85,7 @@ class IpcTransport(Transport):
         layout: Layout = [{} for _ in plan.chunks]
         for at, number in enumerate(staged):
             for owner, pieces in by_rank(plan.chunks[number].pieces).items():
-                layout[number] |= lay_out(plan.manifest, {owner: pieces}, -1 - at % SLOTS)
+                layout[number] |= lay_out(plan.manifest, {owner: pieces}, -1 - at % base.SLOTS)
         mine = [{rank: those[rank]} if rank in those else {} for those in layout]
         sender = self._sender = _SlotSender(plan, tensors, rank, mine)
         storages = self._export(plan, tensors, rank, sender)
@@ -106,9 +97,11 @@ class IpcTransport(Transport):
                 for chunk, those in zip(plan.chunks, layout, strict=True)
             )
             fields = {"parts": [None if c.in_place else [*b] for c, b in zip(plan.chunks, layout, strict=True)]}
-        return [Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
+        return [base.Endpoint(rows, arrivals, {**fields, "worker": worker}) for worker, rows in enumerate(storages)]
 
-    def _export(self, plan: TransferPlan, tensors: LocalTensors, rank: int, sender: _SlotSender) -> list[list[Storage]]:
+    def _export(
+        self, plan: TransferPlan, tensors: base.LocalTensors, rank: int, sender: _SlotSender
+    ) -> list[list[Storage]]:
         """Return each worker's storages: shared files, and a handle of each GPU slot and each tensor read in place.
 
         Also set the runs to digest and the GPUs to synchronise.
@@ -176,7 +169,7 @@ class _SlotSender:
     layout: this rank's sections.
     """
 
-    def __init__(self, plan: TransferPlan, tensors: LocalTensors, rank: int, layout: Layout) -> None:
+    def __init__(self, plan: TransferPlan, tensors: base.LocalTensors, rank: int, layout: Layout) -> None:
         self.slots: dict[int, torch.Tensor] = {}
         self.files: list[Storage] = []  # storages that are shared files
         self.left: set[int] = set()  # workers
@@ -187,7 +180,7 @@ class _SlotSender:
         self._has_part = [None if chunk.in_place else bool(own) for chunk, own in zip(plan.chunks, layout, strict=True)]
         self.packer: Packer | None = Packer(plan, tensors, layout, self.slots)
 
-    def _make_slots(self, rank: int, layout: Layout, tensors: LocalTensors) -> None:
+    def _make_slots(self, rank: int, layout: Layout, tensors: base.LocalTensors) -> None:
         """Allocate slots and counters if this rank stages any tensor."""
         staged = {source.name for sections in layout for section in sections.values() for source in section.sources}
         if not staged:
@@ -195,7 +188,7 @@ class _SlotSender:
         devices = [each.tensor.device for location, each in tensors.at.items() if location.name in staged]
         device = next((device for device in devices if device.type == "cpu"), devices[0])
         nbytes = {_COUNTERS: (1 + self._workers) * _CACHE_LINE_BYTES}
-        nbytes |= dict.fromkeys((-1 - slot for slot in range(SLOTS)), slot_bytes(layout))
+        nbytes |= dict.fromkeys((-1 - slot for slot in range(base.SLOTS)), slot_bytes(layout))
         for number, size in nbytes.items():
             if number != _COUNTERS and device.type == "cuda":
                 self.slots[number] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -218,7 +211,7 @@ class _SlotSender:
             if has_part:
                 # Wait for the chunk before the last one: it used the same slot. Wait for all chunks of earlier pushes,
                 # too.
-                taken = max(self._filled - SLOTS + 1, begun)
+                taken = max(self._filled - base.SLOTS + 1, begun)
                 wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
             packer.fill(number, sample)
             for slot in self.slots.values():
@@ -252,14 +245,14 @@ class IpcEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     parts: list[list[Count] | None]
 
 
-class IpcReceiver(TransportReceiver):
+class IpcReceiver(base.TransportReceiver):
     """The worker's end."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._open: dict[tuple[int, int], tuple[dict[str, Any], torch.Tensor]] = {}
 
-    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
         before, self._open = self._open, {}
         self._counters: dict[int, _Counters] = {}
         for rank, number, kind, row in storages:
@@ -282,7 +275,7 @@ class IpcReceiver(TransportReceiver):
             raise ProtocolError(f"the plan reads storage {storage} of trainer rank {rank}, but no endpoint names it")
         return self._open[rank, storage][1]
 
-    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+    def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         if len(self._parts) < len(numbers):
             raise ProtocolError(f"the endpoint has the stagers of {len(self._parts)} of {len(numbers)} chunks")
         for number in numbers:

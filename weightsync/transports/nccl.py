@@ -37,17 +37,7 @@ from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
-from weightsync.transports.base import (
-    SLOTS,
-    Changes,
-    Endpoint,
-    LocalTensors,
-    RouteRequest,
-    Transport,
-    TransportReceiver,
-    Wait,
-    align,
-)
+from weightsync.transports import base
 from weightsync.transports.changes import HEAD_BYTES, WHOLE, parts_of, read_head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import ReceiveBuffers, drop_digests, length, read
@@ -59,7 +49,7 @@ _LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
 """Smallest chunks that workers pass on. Smaller ones cost more processor time than they save."""
 
 
-class NcclTransport(Transport):
+class NcclTransport(base.Transport):
     """The trainer's end. `name` is "broadcast", or "nccl" to refuse CPU tensors."""
 
     encodings = ("auto", "delta")
@@ -90,19 +80,19 @@ class NcclTransport(Transport):
         rendezvous, self._rendezvous = self._rendezvous, None
         self._communicator = meet(self._communicator, invitation, device, deadline, rendezvous)
 
-    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
         return route_chains(request)
 
-    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+    def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
         device, computes = self._agree(tensors, ranks)
         self._by_words = self.encoding is not None and finds_words(device)
         before, self._sender = self._sender if self.keeps_runs else None, None  # frees the old slots first
-        slots = SLOTS if self.encoding is None else max(len(plan.chunks), 1)
+        slots = base.SLOTS if self.encoding is None else max(len(plan.chunks), 1)
         chains = range(len(plan.chains)) if ranks.rank == 0 else ()
         layouts = [receive_layout(plan, chain, slots) for chain in chains]
-        communicator, layout = still_open(self._communicator), send_layout(plan, ranks.rank, SLOTS)
+        communicator, layout = still_open(self._communicator), send_layout(plan, ranks.rank, base.SLOTS)
         options = plan, tensors, layout, device, communicator, self._peers, computes
         how: dict[str, Any] = {"before": before, "measures": self.encoding == "auto"}
         if self.encoding is None:
@@ -112,14 +102,14 @@ class NcclTransport(Transport):
         else:
             self._sender = MessageSender(*options, **how)
         self._pushes = self._sender.pushes
-        endpoints = [Endpoint() for _ in range(plan.workers)]
+        endpoints = [base.Endpoint() for _ in range(plan.workers)]
         for chain, received in zip(plan.chains, layouts, strict=True) if ranks.rank == 0 else ():
             first = endpoint(received, [])
             for position, worker in enumerate(chain.workers):
                 endpoints[worker] = self._endpoint(chain, position, received, slots, first)
         return endpoints
 
-    def _agree(self, tensors: LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
+    def _agree(self, tensors: base.LocalTensors, ranks: Ranks) -> tuple[torch.device, bool]:
         """Return this rank's device for sending, and whether any rank computes tensors. Collective.
 
         If one rank computes tensors, all ranks must gather with it. Every rank learns the members' names.
@@ -136,7 +126,9 @@ class NcclTransport(Transport):
         on_gpu = found == ["cuda"]
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), computes
 
-    def _endpoint(self, chain: Chain, position: int, layout: Layout, slots: int, common: Endpoint) -> Endpoint:
+    def _endpoint(
+        self, chain: Chain, position: int, layout: Layout, slots: int, common: base.Endpoint
+    ) -> base.Endpoint:
         """Return the endpoint of a chain's worker. `common` has the data of all of them."""
         members = [self._ranks.size + worker for worker in chain.workers]
         last, senders = len(members) - 1, keys_of(layout)
@@ -155,7 +147,7 @@ class NcclTransport(Transport):
             "before": [self._peers[member] for member in (reversed(members[:position]) if position else senders)],
             "after": [self._peers[member] for member in members[position + 1 :]],
         }
-        return Endpoint([], common.arrivals, fields)
+        return base.Endpoint([], common.arrivals, fields)
 
     def connect(self, deadline: Deadline) -> None:
         if (sender := self._sender) is None:
@@ -228,7 +220,7 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     after: list[str]
 
 
-class NcclReceiver(TransportReceiver):
+class NcclReceiver(base.TransportReceiver):
     """The worker's end."""
 
     copy_programs = COPY_PROGRAMS
@@ -243,7 +235,7 @@ class NcclReceiver(TransportReceiver):
     def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
         self._communicator = meet(self._communicator, invitation, self.device, deadline)
 
-    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
         if self._communicator is None:
             raise ProtocolError("Connect came without an invitation in PlanRequest")
         told = self._told = typed(fields, NcclEndpoint)
@@ -253,7 +245,7 @@ class NcclReceiver(TransportReceiver):
             raise ProtocolError("some runs of bytes do not name their rank")
         self.waiting_for = [*told.before, *told.after]
         self.sends_changes = told.by_words
-        nbytes = [told.slot_bytes] * (SLOTS if told.by_words else told.slots)
+        nbytes = [told.slot_bytes] * (base.SLOTS if told.by_words else told.slots)
         is_kept = told.by_words or [slot.numel() for slot in self._slots] == nbytes
         if told.pushes and not (is_kept and self._pushes):
             raise ProtocolError("this worker has not kept the last push. Push again: the next push sends everything")
@@ -261,7 +253,7 @@ class NcclReceiver(TransportReceiver):
             self._slots = []  # free the old slots first
             self._slots = [torch.empty(each, dtype=torch.uint8, device=self.device) for each in nbytes]
         if told.by_words:  # two in turn, until `keep_runs`
-            self._slots = [self._slots[number % SLOTS] for number in range(told.slots)]
+            self._slots = [self._slots[number % base.SLOTS] for number in range(told.slots)]
             self._kept = self._kept if told.pushes else {}
         self._mailbox = ReceiveBuffers(told.slot_bytes, 0 if told.by_words else len(told.encoders))
         self._encoding: set[int] = set()
@@ -283,7 +275,7 @@ class NcclReceiver(TransportReceiver):
         if self._told.pushes and self._kept.keys() != {*numbers}:
             raise ProtocolError("this worker has not kept the last push. Push again: the next push sends everything")
         for number in numbers:
-            nbytes = align(max((end for _, _, end in self._told.runs[number]), default=0))
+            nbytes = base.align(max((end for _, _, end in self._told.runs[number]), default=0))
             if not self._told.pushes:
                 self._kept[number] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self._slots[number] = self._kept[number]
@@ -291,9 +283,9 @@ class NcclReceiver(TransportReceiver):
     def changes(
         self,
         numbers: Sequence[int],
-        wait: Wait,
+        wait: base.Wait,
         deadline: Callable[[], Deadline],
-        arrived: Callable[[Changes], object],
+        arrived: Callable[[base.Changes], object],
     ) -> bool:
         told, under_way = self._told, UnderWay()
         self._ask_ranks(under_way, wait, deadline())
@@ -313,7 +305,7 @@ class NcclReceiver(TransportReceiver):
             rest = zip(told.encoders, bodies, heads, strict=True)
             for rank, body, (_, checksum) in rest:
                 if body.numel():
-                    arrived(Changes(part, rank, body, checksum))
+                    arrived(base.Changes(part, rank, body, checksum))
         if encodes:
             last = self._heads(2 * len(parts) + 1, [0] * len(told.encoders), under_way, wait, deadline)
             is_whole = is_whole or any(nbytes == WHOLE for nbytes, _ in last)
@@ -326,7 +318,7 @@ class NcclReceiver(TransportReceiver):
         number: int,
         rooms: Sequence[int],
         under_way: UnderWay,
-        wait: Wait,
+        wait: base.Wait,
         deadline: Callable[[], Deadline],
     ) -> list[tuple[int, int]]:
         """Receive, pass on and read a head of each rank."""
@@ -355,7 +347,7 @@ class NcclReceiver(TransportReceiver):
             )
         return self._slots[storage]
 
-    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+    def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         on_gpu = self.device.type == "cuda"
         under_way = UnderWay()
         if self._told.encoders and not self._told.by_words:
@@ -396,7 +388,7 @@ class NcclReceiver(TransportReceiver):
         under_way.bound(0, wait, deadline())
         self._pushes += not self._told.by_words  # `changes` has counted the push
 
-    def _ask_ranks(self, under_way: UnderWay, wait: Wait, deadline: Deadline) -> None:
+    def _ask_ranks(self, under_way: UnderWay, wait: base.Wait, deadline: Deadline) -> None:
         """Receive, and pass on, whether each rank encodes this push."""
         told, number = self._told, len(self._told.runs)
         said = torch.zeros(len(told.encoders), 1, dtype=torch.uint8, device=self.device)
@@ -419,7 +411,7 @@ class NcclReceiver(TransportReceiver):
         if leaving is not None and told.onward is not None and told.runs[leaving]:
             data = [room if room is run else room[: length(room)] for run, room, _ in self._runs(leaving)]
             if not told.encoders:
-                data = [self._slots[leaving % SLOTS][: max(end for _, _, end in told.runs[leaving])]]
+                data = [self._slots[leaving % base.SLOTS][: max(end for _, _, end in told.runs[leaving])]]
             sends = [(each, told.onward) for each in data]
         if arriving is not None:
             receives = [(room, member) for _, room, member in self._runs(arriving)]

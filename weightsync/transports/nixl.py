@@ -32,15 +32,7 @@ from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
-from weightsync.transports.base import (
-    SLOTS,
-    Endpoint,
-    LocalTensors,
-    RouteRequest,
-    Transport,
-    TransportReceiver,
-    Wait,
-)
+from weightsync.transports import base
 from weightsync.transports.members import route_chains, wait_unless_aborted
 from weightsync.transports.nixl_agent import BACKEND
 from weightsync.transports.nixl_group import NixlGroup, meet
@@ -66,7 +58,9 @@ class _Offers:
     def __init__(self, group: NixlGroup) -> None:
         self._group = group
         self._counts: Counter[int] = Counter()  # chunks offered to each member
-        self._due: list[dict[int, int]] = [{} for _ in range(SLOTS)]  # the count of a slot's chunk, for each member
+        self._due: list[dict[int, int]] = [
+            {} for _ in range(base.SLOTS)
+        ]  # the count of a slot's chunk, for each member
 
     def add(self, slot: int, members: Sequence[int]) -> None:
         """Tell members of a chunk in a slot."""
@@ -82,7 +76,7 @@ class _Offers:
         return [peer.member for peer, count in due if counts[peer.agent] < count]
 
 
-class NixlTransport(Transport):
+class NixlTransport(base.Transport):
     """The trainer's end."""
 
     def __init__(self, name: str = "nixl") -> None:
@@ -109,27 +103,27 @@ class NixlTransport(Transport):
         self._group = meet(self._group, invitation, device, deadline, self._rendezvous, self._names)
         self._rendezvous = None
 
-    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
         return route_chains(request)
 
-    def prepare(self, plan: TransferPlan, tensors: LocalTensors, update: Update) -> list[Endpoint]:
+    def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
         self._sender = None  # free the old slots first
         self._sender = sender = _Sender(plan, tensors, ranks.rank, still_open(self._group), ranks.size)
-        endpoints = [Endpoint() for _ in range(plan.workers)]
+        endpoints = [base.Endpoint() for _ in range(plan.workers)]
         for number, chain in enumerate(plan.chains):
             firsts = [those[number].first if number in those else None for those in sender.layout]
             if any(first is not None for first in firsts):
                 endpoints[chain.workers[0]].storages.append((ranks.rank, 0, self.name, {"firsts": firsts}))
             if ranks.rank == 0:
-                received = receive_layout(plan, number, SLOTS)
+                received = receive_layout(plan, number, base.SLOTS)
                 for position, worker in enumerate(chain.workers):
                     told = self._endpoint(chain, position, received)
-                    endpoints[worker] = Endpoint(endpoints[worker].storages, told.arrivals, told.fields)
+                    endpoints[worker] = base.Endpoint(endpoints[worker].storages, told.arrivals, told.fields)
         return endpoints
 
-    def _endpoint(self, chain: Chain, position: int, layout: Layout) -> Endpoint:
+    def _endpoint(self, chain: Chain, position: int, layout: Layout) -> base.Endpoint:
         """Return the endpoint of a chain's worker, without the places of runs in the ranks' slots."""
         members = [self._ranks.size + worker for worker in chain.workers]
         before = sorted({rank for those in layout for rank in those})
@@ -140,7 +134,7 @@ class NixlTransport(Transport):
             ends = [max((each.end for each in those.values()), default=0) for those in layout]
             told = endpoint(layout, [], runs=[[[before[0], 0, end]] if end else [] for end in ends])
         behind = members[position + 1 :][:1]
-        return Endpoint([], told.arrivals, {**told.fields, "before": before, "behind": behind})
+        return base.Endpoint([], told.arrivals, {**told.fields, "before": before, "behind": behind})
 
     def connect(self, deadline: Deadline) -> None:
         if (sender := self._sender) is None:
@@ -173,19 +167,19 @@ class _Sender:
     def __init__(
         self,
         plan: TransferPlan,
-        tensors: LocalTensors,
+        tensors: base.LocalTensors,
         rank: int,
         group: NixlGroup,
         ranks: int,
     ) -> None:
         self.group = group
-        self.layout = send_layout(plan, rank, SLOTS)
+        self.layout = send_layout(plan, rank, base.SLOTS)
         self._firsts = [ranks + chain.workers[0] for chain in plan.chains]
         self.behind = sorted({self._firsts[chain] for those in self.layout for chain in those})
         kinds = {each.tensor.device for each in tensors.at.values()}
         self.device = next((kind for kind in kinds if kind.type == "cpu"), min(kinds, key=str, default=group.device))
         nbytes = slot_bytes(self.layout)
-        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(base.SLOTS)]
         self.packer: Packer | None = Packer(plan, tensors, self.layout, dict(enumerate(self.slots)))
         self._offers = _Offers(group)
 
@@ -193,7 +187,7 @@ class _Sender:
         """Send as `Transport.send` does. Return the bytes offered to workers."""
         sent_bytes = 0
         for number in chunks:
-            slot, sections = number % SLOTS, self.layout[number]
+            slot, sections = number % base.SLOTS, self.layout[number]
             if sections:
                 late, deadline = partial(self._offers.late, slot), update.deadline_after_workers()
                 wait_until(late, "read a chunk", update.wait, deadline, timeouts.READ_POLL_S)
@@ -233,7 +227,7 @@ class NixlRow(Struct, frozen=True, forbid_unknown_fields=True):
     firsts: list[Count | None]
 
 
-class NixlReceiver(TransportReceiver):
+class NixlReceiver(base.TransportReceiver):
     """The worker's end."""
 
     def __init__(self, device: torch.device) -> None:
@@ -245,7 +239,7 @@ class NixlReceiver(TransportReceiver):
     def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
         self._group = meet(self._group, invitation, self.device, deadline)
 
-    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: Wait, deadline: Deadline) -> None:
+    def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
         if self._group is None:
             raise ProtocolError("Connect came without an invitation in PlanRequest")
         told, rows = typed(fields, NixlEndpoint), {rank: typed(row, NixlRow).firsts for rank, _, _, row in storages}
@@ -255,7 +249,7 @@ class NixlReceiver(TransportReceiver):
             raise ProtocolError(f"the plan reads from other members than {told.before}")
         runs = [[_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
         self._slots = []  # free the old slots first
-        self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(base.SLOTS)]
         self._group.share(self._slots, told.before, told.behind, wait, deadline)
         self.waiting_for = [self._group.peers[member].member for member in (*told.before, *told.behind)]
         self._reader = _Reader(self._group, self._slots, runs, told.behind)
@@ -267,7 +261,7 @@ class NixlReceiver(TransportReceiver):
             )
         return self._slots[storage]
 
-    def chunks(self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
+    def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         reader = still_open(self._reader)
         reader.begin(numbers)
         for number in numbers:
@@ -337,7 +331,7 @@ class _Reader:
     def loaded(self, number: int) -> None:
         """Note that the loading of a chunk is queued on the current stream."""
         device = self._slots[0].device
-        self._loads[number % SLOTS] = (
+        self._loads[number % base.SLOTS] = (
             torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         )
         self._read.remove(number)
@@ -351,7 +345,7 @@ class _Reader:
             if self._slots[0].is_cuda:
                 torch.cuda.set_device(self._slots[0].device)
             for number in numbers:
-                slot = number % SLOTS
+                slot = number % base.SLOTS
                 self._wait(partial(self._in_use, slot))
                 under_way: dict[_Run, Any] = {}
                 self._wait(partial(self._unread, slot, [*self._runs[number]], under_way))
@@ -372,7 +366,7 @@ class _Reader:
 
     def _in_use(self, slot: int) -> list[str]:
         """Return the names of members yet to read, or to load, a slot's last chunk."""
-        if any(number % SLOTS == slot for number in [*self._read]):
+        if any(number % base.SLOTS == slot for number in [*self._read]):
             return ["this worker"]
         return [*_unfinished(self._loads[slot], self._slots[slot].device), *self._offers.late(slot)]
 

@@ -5,7 +5,6 @@ A slot has room for one chunk, or for one participant's part of it. The layouts 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import Digests
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
@@ -84,10 +84,7 @@ def lay_out(manifest: Manifest, groups: Mapping[int, Sequence[ShardLocation]], s
 
 def by_rank(pieces: Iterable[ShardLocation]) -> dict[int, list[ShardLocation]]:
     """Return the pieces of each rank."""
-    found: dict[int, list[ShardLocation]] = defaultdict(list)
-    for piece in pieces:
-        found[piece.rank].append(piece)
-    return found
+    return grouped(pieces, lambda piece: piece.rank)
 
 
 def send_layout(plan: TransferPlan, rank: int, slots: int) -> Layout:
@@ -172,9 +169,7 @@ class Packer:
         copy_programs: most GPU programs of a copy.
         """
         self._gather = tensors.gather
-        held: dict[str, list[ShardLocation]] = defaultdict(list)
-        for location in tensors.at:
-            held[location.name].append(location)
+        held = grouped(tensors.at, lambda location: location.name)
         self._values: dict[ShardLocation, torch.Tensor] = {}
         self._last: dict[ShardLocation, int] = {}
         self._steps: list[_PackStep] = []

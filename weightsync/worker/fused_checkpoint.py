@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from weightsync.kernels.quantize import BLOCK, BlockForm, Form
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, LoadCopy, Manifest, row_major
 from weightsync.worker.checkpoint_quantize import QuantizedTensors
 from weightsync.worker.engine_model import EngineModel
@@ -34,9 +35,7 @@ def find_checkpoint_recipes(
     trace: the loader's actions for the tensors of the checkpoint.
     manifest: the trainer's tensors.
     """
-    copies: dict[str, list[LoadCopy]] = {}
-    for copy in trace.copies if pairs else ():
-        copies.setdefault(copy.param, []).append(copy)
+    copies = grouped(trace.copies if pairs else (), lambda copy: copy.param)
     made = {meta.name for pair in pairs.values() for meta in pair.made}
     odd = {fill.param for fill in trace.fills} | trace.computed.keys()
     found = {}

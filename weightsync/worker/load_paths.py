@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.errors import ProtocolError
 from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.rows import Job, RowQuantiser, WeightPiece
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
 from weightsync.planning.regular_copies import join_regular
 from weightsync.transports.base import TransportReceiver, strided
@@ -78,8 +79,8 @@ class Arrivals:
         self.model, self.traced, self.source = model, traced, source
         self._count, self._frozen = len(locations), frozen
         self.copy_programs = source.copy_programs
-        self.ops = _by_param(copy_ops(self._direct_copies(), locations, nearest))
-        self.whole_ops = _by_param(copy_ops(self._whole_copies(), locations, nearest))
+        self.ops = grouped(copy_ops(self._direct_copies(), locations, nearest), lambda op: op.param)
+        self.whole_ops = grouped(copy_ops(self._whole_copies(), locations, nearest), lambda op: op.param)
         self.weights = [Weight(group, recipe) for group in self.groups(FUSED_QUANTIZE) for recipe in group.all_recipes]
         self._needed: dict[ModuleGroup | Weight, Sequence[CopyOp]] = {
             group: self._needs(group, path) for group, path in traced.load_path.items() if path != FUSED_QUANTIZE
@@ -153,21 +154,11 @@ class Arrivals:
 
     def due(self, units: Iterable[_Unit]) -> dict[int, list[_Unit]]:
         """Return groups, or weights, by their last chunks."""
-        found: dict[int, list[_Unit]] = defaultdict(list)
-        for unit in units:
-            found[self.last_chunk[unit]].append(unit)
-        return found
+        return grouped(units, self.last_chunk.__getitem__)
 
     def view(self, op: CopyOp) -> torch.Tensor:
         """Return the received memory for `op` to read, as a view."""
         return strided(self.source.storage(op.rank, op.storage), op.src_dtype, op.src_offset, op.size, op.src_stride)
-
-
-def _by_param(ops: Iterable[CopyOp]) -> dict[str, list[CopyOp]]:
-    found: dict[str, list[CopyOp]] = defaultdict(list)
-    for op in ops:
-        found[op.param].append(op)
-    return dict(found)
 
 
 def _refuse_torn(needs: Mapping[ModuleGroup | Weight, Sequence[CopyOp]], first_frozen: int) -> None:
@@ -475,9 +466,7 @@ class NativeLoader(_Reloading):
 
     def _read_beside(self, group: ModuleGroup, names: Sequence[str]) -> set[str]:
         """Return the other parameters that the loader fills from these tensors. It may compute from them."""
-        trace = self._arrivals.traced.trace
-        filled = {copy.param for copy in trace.copies if copy.name in names}
-        filled |= {param for param, own in trace.computed.items() if not set(own).isdisjoint(names)}
+        filled = {param for param, name in self._arrivals.traced.trace.landed() if name in names}
         return filled.difference(group.params)
 
     def _loaded_by(self, group: ModuleGroup) -> nn.Module:

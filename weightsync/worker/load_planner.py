@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,9 +14,11 @@ from msgspec import structs
 from torch import nn
 
 from weightsync.errors import UnsupportedError
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, LoadCopy, Manifest, coverage, fuse_groups, itemsize
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.prefixes import find_rename
+from weightsync.worker import ties
 from weightsync.worker.checkpoint_quantize import (
     QuantizedTensors,
     collapse,
@@ -30,14 +32,6 @@ from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, fin
 from weightsync.worker.placement import place
 from weightsync.worker.probe_load_paths import choose_load_paths
 from weightsync.worker.repeated_layers import trace_by_example
-from weightsync.worker.ties import (
-    fill_of_shared,
-    find_duplicates,
-    shared_parameters,
-    under_first_names,
-    with_other_names,
-    without,
-)
 from weightsync.worker.trace import Feed, Fill, Trace, named_tensors, run_loader, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
@@ -72,10 +66,7 @@ class TracedLoad:
     @cached_property
     def fills(self) -> Mapping[str, Sequence[Fill]]:
         """The constants set by the loader, by parameter."""
-        found: dict[str, list[Fill]] = defaultdict(list)
-        for fill in self.trace.fills:
-            found[fill.param].append(fill)
-        return found
+        return grouped(self.trace.fills, lambda fill: fill.param)
 
 
 class LoadPlanner:
@@ -101,9 +92,9 @@ class LoadPlanner:
         pristine = self._model.pristine()
         seen, pairs, unfit = trace_quantized(pristine, manifest, self._trace)
         # The drafter's own copies of shared modules are left out: a cold start reads the model's tensors.
-        shared = shared_parameters(pristine, without=f"{DRAFTER}.")
-        duplicates = find_duplicates(seen, manifest, shared)
-        seen = without(seen, duplicates)
+        shared = ties.shared_parameters(pristine, without=f"{DRAFTER}.")
+        duplicates = ties.find_duplicates(seen, manifest, shared)
+        seen = ties.without(seen, duplicates)
         seen.fills += expert_padding(pristine, seen)
         for view, param in moved_views(self._model.live, pristine).items():
             seen.copies += [structs.replace(copy, param=view) for copy in seen.copies if copy.param == param]
@@ -121,7 +112,7 @@ class LoadPlanner:
         placed = self._place(trace, group_of)
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
         sources = _sources(trace, group_of)
-        filled = {*(copy.param for copy in trace.copies), *trace.computed}
+        filled = trace.filled()
         missing, doubled = uncovered(pristine, seen)
         kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
         # A module is loaded as a whole: a group with a filled parameter keeps none.
@@ -141,7 +132,7 @@ class LoadPlanner:
             load_paths={name: counts[name] for name in LOAD_PATHS},
             left_out=self._left_out(manifest, trace),
             kept=[*kept, *chosen, *self._model.unreachable_params],
-            tied=sorted({*fill_of_shared(landed, shared).values()}),
+            tied=sorted({*ties.fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
         return TracedLoad(manifest, keep, chosen, answer, trace, placed, pairs, load_path, group_of, sources)
@@ -150,19 +141,20 @@ class LoadPlanner:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""
         trace = self._trace_models(manifest)
         if manifest.tied and uncovered(self._model.pristine(), trace)[0]:
-            trace = under_first_names(self._trace_models(with_other_names(manifest)), manifest)
+            trace = ties.under_first_names(self._trace_models(ties.with_other_names(manifest)), manifest)
         return trace
 
     def _trace_models(self, manifest: Manifest) -> Trace:
         """Trace the loader of the model, and the drafter's loader for the drafter's own parameters."""
         trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
+        read = drafted.read()
         own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}
         return Trace(
             copies=trace.copies + [copy for copy in drafted.copies if _is_drafters(copy.param)],
             fills=trace.fills + [fill for fill in drafted.fills if _is_drafters(fill.param)],
             computed=trace.computed | own,
             refused=trace.refused | drafted.refused,
-            unknown=[name for name in trace.unknown if name not in _read(drafted)],
+            unknown=[name for name in trace.unknown if name not in read],
         )
 
     def _trace_model(self, manifest: Manifest) -> Trace:
@@ -213,8 +205,8 @@ class LoadPlanner:
 
         An embedding for another pipeline stage's model does not count. This worker's model has a gap there.
         """
-        written = {*(copy.param for copy in trace.copies), *trace.computed}
-        modules = {param.removeprefix(f"{DRAFTER}.").rpartition(".")[0] for param in written if _is_drafters(param)}
+        own = [param.removeprefix(f"{DRAFTER}.") for param in trace.filled() if _is_drafters(param)]
+        modules = {param.rpartition(".")[0] for param in own}
         named = self._model.pristine().named_modules()
         return not modules <= {name for name, module in named if not module._parameters}
 
@@ -227,7 +219,7 @@ class LoadPlanner:
         known = _seen(trace)
         if known.issuperset(manifest.names):
             return []
-        passed = _read(self._trace_drafter(manifest))
+        passed = self._trace_drafter(manifest).read()
         with self._model.with_missing_towers(self._model.pristine()) as towers:
             more = self._trace_model(manifest) if towers else trace
         passed |= _seen(more)
@@ -240,7 +232,7 @@ class LoadPlanner:
 
     def _fitting_names(self, manifest: Manifest, trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
         """Return the checkpoint names of tensors with a prefix too many or too few. Empty: the fault is another one."""
-        known = _read(trace).union(trace.refused)
+        known = trace.read().union(trace.refused)
         strangers = [name for name in manifest.names if name not in known]
         if not (missing and strangers):
             return []
@@ -252,8 +244,7 @@ class LoadPlanner:
                 seen = run_loader(pristine, partial(self._model.load_weights, pristine), feed, may_lack=True)
             except Exception:  # the loader does not know a name
                 return set()
-            fills = any(copy.param in missing for copy in seen.copies) or seen.computed.keys() & missing
-            return _read(seen) if fills else set()
+            return set() if seen.filled().isdisjoint(missing) else seen.read()
 
         beginnings = [f"{child}." for child in dict.fromkeys(["model", *pristine._modules])]
         found = find_rename(strangers, beginnings, find)
@@ -266,7 +257,7 @@ class LoadPlanner:
     def _refuse_made(self, trace: Trace) -> None:
         """Raise `UnsupportedError` if the loader has made a parameter missing from the running model."""
         pristine = self._model.pristine()
-        made = {*(copy.param for copy in trace.copies), *trace.computed} - self._constructed
+        made = trace.filled() - self._constructed
         absent = sorted(made - named_tensors(self._model.live).keys())
         for name in absent:  # or the next plan would report them as missing
             path, _, key = name.rpartition(".")
@@ -306,21 +297,15 @@ def _load_paths(groups: Sequence[ModuleGroup], computed: set[ModuleGroup]) -> di
 
 def _sources(trace: Trace, group_of: Mapping[str, ModuleGroup]) -> dict[ModuleGroup, list[str]]:
     names: dict[ModuleGroup, dict[str, None]] = {group_of[param]: {} for param in trace.computed}
-    for copy in trace.copies:
-        if (group := group_of.get(copy.param)) is not None:
-            names.setdefault(group, {})[copy.name] = None
-    for param, computed_from in trace.computed.items():
-        names[group_of[param]].update(dict.fromkeys(computed_from))
+    for param, name in trace.landed():
+        if (group := group_of.get(param)) is not None:
+            names.setdefault(group, {})[name] = None
     return {group: list(those) for group, those in names.items()}
 
 
 def _seen(trace: Trace) -> set[str]:
     """Return the tensors read or refused by the loader."""
-    return _read(trace).union(trace.refused, trace.unknown)
-
-
-def _read(trace: Trace) -> set[str]:
-    return {copy.name for copy in trace.copies}.union(*trace.computed.values())
+    return trace.read().union(trace.refused, trace.unknown)
 
 
 def _is_drafters(param: str) -> bool:
@@ -329,8 +314,7 @@ def _is_drafters(param: str) -> bool:
 
 def _beginnings(trace: Trace, modules: Sequence[str]) -> tuple[str, ...]:
     """Return, for each of `modules`, the prefix of its tensors' names, if no tensor outside of `modules` has it."""
-    landed = [(copy.param, copy.name) for copy in trace.copies]
-    landed += [(param, name) for param, names in trace.computed.items() for name in names]
+    landed = [*trace.landed()]
     elsewhere = [name for param, name in landed if not param.startswith(tuple(f"{module}." for module in modules))]
     shared = []
     for module in modules:
@@ -377,12 +361,10 @@ def _matching(params: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 def _not_kept(trace: Trace, keep: Sequence[str]) -> dict[str, str]:
     """Return the fault of each tensor for a parameter that no push fills."""
-    landed = [(copy.param, copy.name) for copy in trace.copies]
-    landed += [(param, name) for param, names in trace.computed.items() for name in names]
-    chosen = {*_matching({param for param, _ in landed}, keep)} if keep else set()
+    chosen = {*_matching(trace.filled(), keep)} if keep else set()
     return {
         name: f"TensorSelection.keep leaves {param} alone, `exclude` this tensor"
-        for param, name in landed
+        for param, name in trace.landed()
         if param in chosen
     }
 
@@ -390,11 +372,12 @@ def _not_kept(trace: Trace, keep: Sequence[str]) -> dict[str, str]:
 def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:
     """Return the regions read of each tensor that is not read whole, as with tensor parallelism."""
     whole = set().union(*trace.computed.values())
-    regions: dict[str, list[Box]] = defaultdict(list)
-    for copy in trace.copies:
-        regions[copy.name].append(copy.box)
+    regions = {
+        name: tuple(copy.box for copy in copies)
+        for name, copies in grouped(trace.copies, lambda copy: copy.name).items()
+    }
     return {
-        name: tuple(boxes)
+        name: boxes
         for name, boxes in regions.items()
         if name not in whole and boxes[0].size != manifest[name].shape and coverage(manifest[name].shape, boxes)[0]
     }
@@ -413,13 +396,12 @@ def _hints(trace: Trace, missing: Mapping[str, list[Box]]) -> list[str]:
     """Return the names of tensors for the missing parameters, inferred from other layers' names."""
     if not missing:
         return []
-    patterns: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
-    for copy in trace.copies:
-        patterns[_without_numbers(copy.param)].append((copy.param, copy.name))
+    alike = grouped(trace.copies, lambda copy: _without_numbers(copy.param))
     hints: dict[str, None] = {}
     for param in missing:
-        for other, name in patterns[_without_numbers(param)]:
-            for theirs, ours in zip(other.split("."), param.split("."), strict=True):
+        for copy in alike.get(_without_numbers(param), ()):
+            name = copy.name
+            for theirs, ours in zip(copy.param.split("."), param.split("."), strict=True):
                 if theirs != ours:
                     name = name.replace(f".{theirs}.", f".{ours}.", 1)
             hints[name] = None

@@ -53,7 +53,7 @@ def _trace_examples(
         examples = each.examples
         first, *more = (_part(trace, each.layers, number) for number in examples)
         places = _places(first)
-        targets = {places[param].layers for param in _written(first)}
+        targets = {places[param].layers for param in first.filled()}
         are_alike = (part == _moved(first, places, at) for part, at in zip(more, examples[1:], strict=True))
         if not targets or not all(are_alike):
             continue
@@ -93,13 +93,9 @@ def _part(trace: Trace, layers: str, number: int) -> Trace:
         copies=[copy for copy in trace.copies if is_in(copy.name)],
         computed={param: names for param, names in trace.computed.items() if any(map(is_in, names))},
     )
-    written = _written(part)
-    part.fills = [fill for fill in trace.fills if fill.param in written]
+    filled = part.filled()
+    part.fills = [fill for fill in trace.fills if fill.param in filled]
     return part
-
-
-def _written(part: Trace) -> set[str]:
-    return {copy.param for copy in part.copies}.union(part.computed)
 
 
 def _moved(part: Trace, places: Mapping[str, LayerName], number: int) -> Trace:
@@ -114,8 +110,7 @@ def _moved(part: Trace, places: Mapping[str, LayerName], number: int) -> Trace:
 
 def _places(part: Trace) -> dict[str, LayerName]:
     """Return the parts of all names of tensors and parameters."""
-    named = {copy.name for copy in part.copies}.union(_written(part), *part.computed.values())
-    return {name: LayerName.of(name) for name in named}
+    return {name: LayerName.of(name) for name in part.filled() | part.read()}
 
 
 def _have_alike_modules(model: nn.Module, targets: Iterable[str], example: int, number: int) -> bool:

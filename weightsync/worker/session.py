@@ -37,30 +37,10 @@ from weightsync.errors import (
     WeightSyncError,
     wrap_exception,
 )
-from weightsync.net import timeouts
+from weightsync.net import timeouts, wire
 from weightsync.net.connection import Connection, dial
 from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
 from weightsync.net.runtime import Deadline, boot_id, describe_device, is_running, spawn
-from weightsync.net.wire import (
-    POISONED,
-    PROTOCOL,
-    Commit,
-    Committed,
-    Connect,
-    Connected,
-    ExportParameters,
-    Failure,
-    Go,
-    Hello,
-    InitInfo,
-    Message,
-    PackedLoadPlan,
-    ParametersExported,
-    PlanRequest,
-    Ready,
-    Release,
-    typed,
-)
 from weightsync.planning.layout import Manifest
 from weightsync.transports.base import Wait
 from weightsync.worker.engine_model import EngineModel
@@ -68,7 +48,7 @@ from weightsync.worker.loader import Receiver, Tell
 
 logger = logging.getLogger(__name__)
 
-_NO_TRAINER = InitInfo(session="", engine=0, host="", port=1, token="", timeout_s=1.0, process="")
+_NO_TRAINER = wire.InitInfo(session="", engine=0, host="", port=1, token="", timeout_s=1.0, process="")
 
 
 class WorkerSession:
@@ -107,7 +87,7 @@ class WorkerSession:
         meet the trainer, or if the trainer asks for workers of another engine.
         """
         try:
-            told = typed(info, InitInfo)
+            told = wire.typed(info, wire.InitInfo)
             if told.asks:
                 if self._connection is None or self._trainer.session != told.session:
                     raise several_engines()
@@ -124,14 +104,14 @@ class WorkerSession:
         if is_met:
             self._serve("init")
 
-    def _meet(self, info: InitInfo) -> bool:
+    def _meet(self, info: wire.InitInfo) -> bool:
         """Connect to the trainer, unless it is connected. Return whether it has the engine now."""
         if self._has_met(info.session) and self._trainer.engine == info.engine:
             return True
         self._place = self._model.identity.in_engine(info.cores)
         device, gpu_uuid = describe_device(self._model.device)
-        hello = Hello(
-            protocol=PROTOCOL,
+        hello = wire.Hello(
+            protocol=wire.PROTOCOL,
             role="worker",
             group=info.engine,
             rank=self._place.rank,
@@ -157,7 +137,7 @@ class WorkerSession:
     def _has_met(self, session: str) -> bool:
         return self._connection is not None and self._trainer.session == session and self._connection.is_open()
 
-    def _take_over(self, info: InitInfo, connection: Connection) -> None:
+    def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
         if self._has_met(info.session):
             raise ConfigError(
@@ -178,7 +158,7 @@ class WorkerSession:
         """Tell a trainer of a failure, if it is still connected. Return the error as a `WeightSyncError`."""
         problem = wrap_exception(error, who=self._name, phase=phase)
         with suppress(WeightSyncError):  # the trainer is gone
-            connection.send(Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
+            connection.send(wire.Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
         return problem
 
     def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
@@ -195,7 +175,7 @@ class WorkerSession:
                 f"another trainer is connected to this engine, or another WeightSync of this trainer: close it{way}",
                 who=self._name,
             )
-        if other is not None and isinstance(other.pop(), Release):  # the trainer has closed its WeightSync
+        if other is not None and isinstance(other.pop(), wire.Release):  # the trainer has closed its WeightSync
             self._mapped_by.clear()
         writers = [each for each in self._mapped_by if is_running(each)]
         # Memory on a GPU cannot be taken back. No driver call ends another process's mapping, and CUDA graphs have
@@ -225,7 +205,7 @@ class WorkerSession:
 
     def _check_whole(self) -> None:
         """Raise if the weights are a mixture, so that the engine does not answer from them."""
-        if self.receiver.state == POISONED:
+        if self.receiver.state == wire.POISONED:
             self.has_refused = True
             raise EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
 
@@ -249,7 +229,7 @@ class WorkerSession:
 
     def status(self) -> str:
         """Return the state of the weights in one line for people."""
-        if self.receiver.state == POISONED:
+        if self.receiver.state == wire.POISONED:
             return (
                 f"POISONED: a push after version {self.receiver.version} failed half-way and the weights are a "
                 "mixture; push again"
@@ -272,12 +252,12 @@ class WorkerSession:
         try:
             while True:
                 message = self._receive(connection, patience, phase)
-                patience = timeouts.WORKER_PATIENCE if isinstance(message, (Ready, Go)) else 1
-                if isinstance(message, Release):
+                patience = timeouts.WORKER_PATIENCE if isinstance(message, (wire.Ready, wire.Go)) else 1
+                if isinstance(message, wire.Release):
                     return
                 deadline = self._deadline()  # starts when the request arrives, however late
                 connection.send(self._answer(message, wait, tell), deadline, phase)
-                if isinstance(message, Commit):
+                if isinstance(message, wire.Commit):
                     return
         except BaseException as error:
             failed_elsewhere = connection.was_told()
@@ -287,13 +267,13 @@ class WorkerSession:
                 self.close()
             logger.error("%s gave up: %s. State: %s", self._name, problem, self.status())
             own = None if failed_elsewhere else problem
-            telemetry.engine_failed(self._model.identity.name, own, self.receiver.state == POISONED)
+            telemetry.engine_failed(self._model.identity.name, own, self.receiver.state == wire.POISONED)
             if not isinstance(error, Exception):
                 raise
         finally:
             self._serving = False
 
-    def _receive(self, connection: Connection, patience: int, phase: str) -> Message:
+    def _receive(self, connection: Connection, patience: int, phase: str) -> wire.Message:
         """Wait for the next message, up to `patience` deadlines long while the trainer shows that it is alive."""
         while True:
             try:
@@ -311,38 +291,38 @@ class WorkerSession:
     def _pong_s(timeout_s: float) -> float:
         return min(timeouts.HOLDER_ANSWER_S, timeout_s / 2)
 
-    def _answer(self, message: Message, wait: Wait, tell: Tell) -> Message:
-        if not isinstance(message, Commit) and self._model.is_asleep():
+    def _answer(self, message: wire.Message, wait: Wait, tell: Tell) -> wire.Message:
+        if not isinstance(message, wire.Commit) and self._model.is_asleep():
             raise EngineAsleepError(
                 'the engine\'s weights are asleep, and nothing was written. Call wake_up(tags=["weights"]) before a '
                 'push, and wake_up(tags=["kv_cache"]) after it'
             )
         match message:
-            case PlanRequest():
+            case wire.PlanRequest():
                 with self._attended():
                     self.receiver.meet(message, self._deadline())
                     manifest = Manifest(message.tensors, message.tied)
-                    return PackedLoadPlan.of(self.receiver.make_plan(manifest, message.keep), manifest.names)
-            case Connect():
+                    return wire.PackedLoadPlan.of(self.receiver.make_plan(manifest, message.keep), manifest.names)
+            case wire.Connect():
                 with self._attended():
                     self.receiver.connect(message, wait, self._deadline(), tell)
-                return Connected()
-            case ExportParameters():
+                return wire.Connected()
+            case wire.ExportParameters():
                 exported = self.receiver.export(self._place.rank)
                 self._mapped_by = set(message.processes)
-                return ParametersExported(self.engine_instance, *exported)
-            case Ready():
+                return wire.ParametersExported(self.engine_instance, *exported)
+            case wire.Ready():
                 self.receiver.begin_push()
-                return Ready()
-            case Go():
+                return wire.Ready()
+            case wire.Go():
                 # A worker times out after ranks waiting for ranks and before ranks waiting for workers: it knows the
                 # missing rank.
                 chunk_s = self._trainer.timeout_s + min(timeouts.WORKER_GRACE_S / 2, self._trainer.timeout_s / 4)
                 with self._attended():
                     return self.receiver.run(message, wait, lambda: Deadline(chunk_s), tell)
-            case Commit():
+            case wire.Commit():
                 loaded = self.receiver.loaded
-                committed = Committed(message.version, self.receiver.commit(message.version))
+                committed = wire.Committed(message.version, self.receiver.commit(message.version))
                 telemetry.engine_serves(self._model.identity.name, message.version, loaded)
                 return committed
         raise ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")

@@ -89,7 +89,7 @@ def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[
         for copy in trace.copies
         if copy.param in filled and copy.name != filled[copy.param] and places[copy.name] <= places[filled[copy.param]]
     }
-    read = {copy.name for copy in trace.copies}.union(*trace.computed.values(), trace.refused)
+    read = trace.read().union(trace.refused)
     for param, name in filled.items():
         ends = {_end(other) for other in (param, *shared[param])} - {_end(name)}
         for meta in manifest:

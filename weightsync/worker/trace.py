@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import (
     Box,
     LoadCopy,
@@ -72,6 +72,19 @@ class Trace:
     computed: dict[str, list[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+
+    def landed(self) -> Iterator[tuple[str, str]]:
+        """Yield each filled parameter with each of its tensors."""
+        yield from ((copy.param, copy.name) for copy in self.copies)
+        yield from ((param, name) for param, names in self.computed.items() for name in names)
+
+    def filled(self) -> set[str]:
+        """Return the parameters that the loader copies to or computes."""
+        return {copy.param for copy in self.copies}.union(self.computed)
+
+    def read(self) -> set[str]:
+        """Return the tensors that the loader uses."""
+        return {name for _, name in self.landed()}
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -177,26 +190,22 @@ def _refusal(model: nn.Module, name: str) -> str:
 
 def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dict[str, list[Box]]]:
     """Return (unfilled regions, regions filled twice) of parameters, by parameter name."""
-    copies: dict[str, list[LoadCopy]] = defaultdict(list)
-    for copy in trace.copies:
-        copies[copy.param].append(copy)
-    constants = defaultdict(list)
-    for fill in trace.fills:
-        constants[fill.param].append(fill)
+    copies = grouped(trace.copies, lambda copy: copy.param)
+    constants = grouped(trace.fills, lambda fill: fill.param)
     missing: dict[str, list[Box]] = {}
     doubled: dict[str, list[Box]] = {}
     known: dict[Any, tuple[list[Box], list[Box]]] = {}  # layers are alike
     for name, param in model.named_parameters():
         if name in trace.computed:
             continue
-        places = [(copy.offset, copy.box.size, copy.stride) for copy in copies[name]]
+        places = [(copy.offset, copy.box.size, copy.stride) for copy in copies.get(name, ())]
         alike = _view(param), tuple(places)
         if alike not in known:
             boxes = [box for place in places for box in _storage_boxes(param, *place)]
             known[alike] = coverage(_rows_first(param)[0], boxes)
         holes, twice = known[alike]
         # A loader may set a constant before it copies over it. A constant counts only in regions without a copy.
-        boxes = [box for fill in constants[name] for box in _fill_boxes(param, fill)]
+        boxes = [box for fill in constants.get(name, ()) for box in _fill_boxes(param, fill)]
         holes = [hole for hole in holes if coverage(hole.size, _inside(hole, boxes))[0]]
         if holes:
             missing[name] = holes

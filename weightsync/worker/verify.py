@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
@@ -11,6 +10,7 @@ import torch
 from weightsync.errors import DigestError, FrozenLostError, ProtocolError
 from weightsync.kernels.digest import WHOLE, Digests
 from weightsync.net.wire import Go
+from weightsync.planning.grouping import grouped
 from weightsync.planning.wire_types import ByteRange
 from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
 from weightsync.transports.proof import MemoryFingerprint
@@ -32,10 +32,9 @@ class Verifier:
             torch.cat(several)  # loads its kernel now, while no chunk is on its way
         self._suspects: list[tuple[int, list[ByteRange], torch.Tensor]] = []
         self._proving: Callable[[], int | None] = lambda: None
-        mapped: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for run in in_place:
-            mapped[run.rank].append(_bytes(source, run))
-        self._mapped_ranks, self._proof = list(mapped), MemoryFingerprint(list(mapped.values()))
+        mapped = grouped(in_place, lambda run: run.rank)
+        self._mapped_ranks = list(mapped)
+        self._proof = MemoryFingerprint([[_bytes(source, run) for run in those] for those in mapped.values()])
 
     def prove(self, digests: Sequence[int]) -> None:
         """Compare all bytes of the memory that is read in place. Skip this for an empty list.
@@ -146,10 +145,7 @@ def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 def _by_device(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[list[ByteRange]]:
     """Return the runs on each device."""
-    found: Mapping[torch.device, list[ByteRange]] = defaultdict(list)
-    for run in runs:
-        found[source.storage(run.rank, run.storage).device].append(run)
-    return [*found.values()]
+    return [*grouped(runs, lambda run: source.storage(run.rank, run.storage).device).values()]
 
 
 def _bytes(source: TransportReceiver, run: ByteRange) -> torch.Tensor:
