@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +19,9 @@ import torch
 from ranks import run_ranks
 from tls_certificates import make_certificates, use_certificates
 
-from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.net.connection import dial
-from weightsync.net.runtime import Deadline
+from weightsync.net.runtime import Deadline, submit
 from weightsync.net.wire import PROTOCOL, Hello, Value
 from weightsync.transports import nccl_group
 from weightsync.transports.communicator import Communicator, Part
@@ -346,6 +347,21 @@ def test_a_meeting_that_is_aborted_leaves_no_thread_and_no_socket_waiting():
     assert len(os.listdir("/proc/self/fd")) < before
     with pytest.raises(WeightSyncError, match="was closed"):
         members[1].link([], [], time.sleep, Deadline(20.0))
+
+
+def test_the_first_member_tells_the_others_why_they_cannot_link():
+    rendezvous = TcpLinks.rendezvous_at(HOST)
+    place = [rendezvous.host, rendezvous.port, rendezvous.name]
+    first, other = (TcpLinks(place, given, at, 3, torch.device("cpu")) for at, given in ((0, rendezvous), (2, None)))
+    for member in (first, other):
+        member.meet(Deadline(20.0))
+    hello = Hello(PROTOCOL, "member", 0, 1, 2, name="member 1")
+    with closing(dial(*place, hello, "member 0", Deadline(10.0))) as odd:
+        odd.send(Value.of("no place"), Deadline(10.0), "connect")
+        linking = submit("first", partial(first.link, [], [], time.sleep, Deadline(20.0)))
+        with pytest.raises(ProtocolError, match="Expected `array`, got `str`"):
+            other.link([], [], time.sleep, Deadline(20.0))
+        assert isinstance(linking.exception(20.0), ProtocolError)
 
 
 def test_a_message_may_be_shorter_than_its_room(links: tuple[Communicator, Communicator]):

@@ -346,11 +346,7 @@ class TransportReceiver(ABC):
         return
 
     def changes(
-        self,
-        numbers: Sequence[int],
-        wait: Wait,
-        deadline: Callable[[], Deadline],
-        arrived: Callable[[Changes], object],
+        self, numbers: Sequence[int], wait: Wait, deadline: Callable[[], Deadline], arrived: Callable[[Changes], object]
     ) -> bool:
         """Receive the changes of these chunks since the last push. Return False if `chunks` yields them.
 

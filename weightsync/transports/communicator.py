@@ -41,14 +41,7 @@ class Communicator(ABC):
     It has a `host`, a `port`, a unique `name`, and `close`. Two may have the same address, one after the other.
     """
 
-    def __init__(
-        self,
-        place: list[Any],
-        rendezvous: Any,
-        rank: int,
-        size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, place: list[Any], rendezvous: Any, rank: int, size: int, device: torch.device) -> None:
         self.place, self.rank, self.size, self.device = place, rank, size, device
         self.aborted = threading.Event()
         self._rendezvous = rendezvous

@@ -1,4 +1,4 @@
-"""The members of a broadcast: their chains, their invitations, and their communicator.
+"""The ends of transports whose ranks and workers are members of one communicator, and the members of a broadcast.
 
 The communicator begins to meet while the workers plan.
 """
@@ -6,22 +6,106 @@ The communicator begins to meet while the workers plan.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from msgspec import Meta, Struct
 
-from weightsync.errors import PlacementError, WeightSyncError
+from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
+from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, choose_chains
-from weightsync.transports.base import RouteRequest, Wait
+from weightsync.transports.base import RouteRequest, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.nccl_group import NcclGroup
+from weightsync.transports.staging import still_open
 from weightsync.transports.tcp_links import TcpLinks
+
+_Endpoint = TypeVar("_Endpoint")
+
+
+class MemberTransport(Transport):
+    """The trainer's end."""
+
+    least_bytes: ClassVar[Mapping[str, int]]
+    """Smallest chunks that workers pass on, by kind of device."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rendezvous: Any = None  # rank 0: until the communicator has it
+        self._communicator: Any = None
+        self._peers: list[str] = []  # the members' names in errors
+        self._sender: Any = None
+
+    def _open_rendezvous(self, rendezvous: Any) -> list[Any]:
+        """Keep a rendezvous for the communicator. Return its place."""
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._rendezvous = rendezvous
+        return [rendezvous.host, rendezvous.port, rendezvous.name]
+
+    def route(self, request: RouteRequest) -> tuple[Chain, ...]:
+        # The bytes reach the trainer's hosts first, and each host once.
+        self.min_chunk_bytes = self.least_bytes[request.ranks[0].device]
+        hosts = list(dict.fromkeys(member.boot_id for member in (*request.ranks, *request.workers)))
+        own_hosts = [hosts.index(worker.boot_id) for worker in request.workers]
+        return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
+
+    def prepare_push(self, sample: int | None) -> int:
+        if self._sender is not None and self._sender.device.type == "cuda":
+            # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
+            torch.cuda.synchronize(self._sender.device)
+        return 0
+
+    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+        self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
+
+    def abort(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        if self._communicator is not None:
+            self._communicator.abort()
+        if self._sender is not None:
+            self._sender.packer = None
+        self._forget()
+
+
+class MemberReceiver(TransportReceiver):
+    """The worker's end."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._communicator: Any = None
+        self._slots: list[torch.Tensor] = []
+
+    def _read_endpoint(self, fields: dict[str, Any], kind: type[_Endpoint]) -> _Endpoint:
+        """Return the fields of the endpoint. The worker was invited, and `runs` lie in its slots."""
+        if self._communicator is None:
+            raise ProtocolError("Connect came without an invitation in PlanRequest")
+        told: Any = typed(fields, kind)
+        if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
+            raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
+        read: _Endpoint = told
+        return read
+
+    def storage(self, rank: int, storage: int) -> torch.Tensor:
+        if storage not in range(len(self._slots)):
+            raise ProtocolError(
+                f"the plan reads storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
+            )
+        return self._slots[storage]
+
+    def close(self) -> None:
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._communicator, self._slots = None, []
 
 
 class Invitation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,14 +157,6 @@ def wait_unless_aborted(aborted: threading.Event, ranks: Ranks) -> Wait:
             ranks.wait(0.0)
 
     return wait
-
-
-def route_chains(request: RouteRequest) -> tuple[Chain, ...]:
-    """Return the chains of workers. The bytes reach the trainer's hosts first, and each host once."""
-    workers = request.workers
-    hosts = list(dict.fromkeys(member.boot_id for member in (*request.ranks, *workers)))
-    own_hosts = [hosts.index(worker.boot_id) for worker in workers]
-    return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
 
 
 def check_machines(name: str, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo]) -> None:

@@ -24,7 +24,7 @@ On GPUs it says whether all ranks send changed words (changes.py). Plain runs fo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from msgspec import Meta, Struct
@@ -33,7 +33,7 @@ from weightsync.errors import ConfigError, ProtocolError
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
-from weightsync.net.wire import MachineInfo, typed
+from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
@@ -41,28 +41,27 @@ from weightsync.transports import base
 from weightsync.transports.changes import HEAD_BYTES, WHOLE, parts_of, read_head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import ReceiveBuffers, drop_digests, length, read
-from weightsync.transports.members import check_machines, kind_of, meet, route_chains, wait_unless_aborted
+from weightsync.transports.members import (
+    MemberReceiver,
+    MemberTransport,
+    check_machines,
+    kind_of,
+    meet,
+    wait_unless_aborted,
+)
 from weightsync.transports.nccl_sender import AHEAD, COPY_PROGRAMS, ChangeSender, MessageSender, Sender
 from weightsync.transports.staging import Layout, endpoint, keys_of, receive_layout, send_layout, still_open
 
-_LEAST_BYTES = {"cpu": 7 * 2**15, "cuda": 2**24}
-"""Smallest chunks that workers pass on. Smaller ones cost more processor time than they save."""
 
-
-class NcclTransport(base.Transport):
+class NcclTransport(MemberTransport):
     """The trainer's end. `name` is "broadcast", or "nccl" to refuse CPU tensors."""
 
     encodings = ("auto", "delta")
+    least_bytes: ClassVar = {"cpu": 7 * 2**15, "cuda": 2**24}
+    """Smaller chunks cost more processor time than they save."""
 
     def __init__(self, name: str = "broadcast") -> None:
-        self.name = name
-        self._forget()
-
-    def _forget(self) -> None:
-        self._rendezvous: Any = None  # rank 0: until the communicator has it
-        self._communicator: Communicator | None = None
-        self._peers: list[str] = []  # the members' names in errors
-        self._sender: Sender | None = None
+        super().__init__(name)
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
         members, device, before = [*ranks, *workers], ranks[0].device, self._peers
@@ -71,18 +70,13 @@ class NcclTransport(base.Transport):
         if self._communicator is not None and self._peers == before:
             place = self._communicator.place
         else:
-            self._rendezvous = kind_of(device).rendezvous_at(host)
-            place = [self._rendezvous.host, self._rendezvous.port, self._rendezvous.name]
+            place = self._open_rendezvous(kind_of(device).rendezvous_at(host))
         common = {"place": place, "size": len(members), "device": device}
         return [{**common, "rank": number} for number in range(len(members))]
 
     def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
         self._communicator = meet(self._communicator, invitation, device, deadline, rendezvous)
-
-    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
-        self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
-        return route_chains(request)
 
     def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
@@ -157,29 +151,11 @@ class NcclTransport(base.Transport):
             sender.communicator.link(sender.first_sends(), [], wait, deadline)
             sender.pack()  # while the workers prepare their copies
 
-    def prepare_push(self, sample: int | None) -> int:
-        if self._sender is not None and self._sender.device.type == "cuda":
-            # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
-            torch.cuda.synchronize(self._sender.device)
-        return 0
-
     def begin_send(self, sample: int | None) -> None:
         still_open(self._sender).begin(sample)
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
-
     def on_commit(self, version: int) -> None:
         still_open(self._sender).note_loaded()
-
-    def abort(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        if self._communicator is not None:
-            self._communicator.abort()
-        if self._sender is not None:
-            self._sender.packer = None
-        self._forget()
 
 
 def finds_words(device: torch.device) -> bool:
@@ -220,15 +196,13 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     after: list[str]
 
 
-class NcclReceiver(base.TransportReceiver):
+class NcclReceiver(MemberReceiver):
     """The worker's end."""
 
     copy_programs = COPY_PROGRAMS
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._communicator: Communicator | None = None
-        self._slots: list[torch.Tensor] = []
         self._kept: dict[int, torch.Tensor] = {}  # the slots of kept chunks
         self._pushes = 0
 
@@ -236,11 +210,7 @@ class NcclReceiver(base.TransportReceiver):
         self._communicator = meet(self._communicator, invitation, self.device, deadline)
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
-        if self._communicator is None:
-            raise ProtocolError("Connect came without an invitation in PlanRequest")
-        told = self._told = typed(fields, NcclEndpoint)
-        if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
-            raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
+        told = self._told = self._read_endpoint(fields, NcclEndpoint)
         if told.encoders and [*map(len, told.origins)] != [*map(len, told.runs)]:
             raise ProtocolError("some runs of bytes do not name their rank")
         self.waiting_for = [*told.before, *told.after]
@@ -314,12 +284,7 @@ class NcclReceiver(base.TransportReceiver):
         return not is_whole
 
     def _heads(
-        self,
-        number: int,
-        rooms: Sequence[int],
-        under_way: UnderWay,
-        wait: base.Wait,
-        deadline: Callable[[], Deadline],
+        self, number: int, rooms: Sequence[int], under_way: UnderWay, wait: base.Wait, deadline: Callable[[], Deadline]
     ) -> list[tuple[int, int]]:
         """Receive, pass on and read a head of each rank."""
         told, number = self._told, len(self._told.runs) + number
@@ -339,13 +304,6 @@ class NcclReceiver(base.TransportReceiver):
         """Return the sending member of each rank's data."""
         told = self._told
         return told.senders if told.senders == told.encoders else told.senders * len(told.encoders)
-
-    def storage(self, rank: int, storage: int) -> torch.Tensor:
-        if storage not in range(len(self._slots)):
-            raise ProtocolError(
-                f"the plan reads storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
-            )
-        return self._slots[storage]
 
     def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         on_gpu = self.device.type == "cuda"
@@ -426,13 +384,12 @@ class NcclReceiver(base.TransportReceiver):
         count = len(told.senders) if receives else 0
         names = [*told.before[:count], *(told.after[:1] if sends else ())]
         behind = [*(told.before[count:] if receives else ()), *(told.after[1:] if sends else ())]
-        return still_open(self._communicator).exchange(number, sends, receives, names, behind)
+        communicator: Communicator = still_open(self._communicator)
+        return communicator.exchange(number, sends, receives, names, behind)
 
     def close(self) -> None:
-        if self._communicator is not None:
-            self._communicator.abort()
-        self._communicator = None
-        self._slots, self._kept = [], {}
+        super().close()
+        self._kept = {}
 
 
 ENDS = NcclTransport, NcclReceiver

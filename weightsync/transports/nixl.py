@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from msgspec import Struct
@@ -33,7 +33,7 @@ from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports import base
-from weightsync.transports.members import route_chains, wait_unless_aborted
+from weightsync.transports.members import MemberReceiver, MemberTransport, wait_unless_aborted
 from weightsync.transports.nixl_agent import BACKEND
 from weightsync.transports.nixl_group import NixlGroup, meet
 from weightsync.transports.staging import (
@@ -47,9 +47,6 @@ from weightsync.transports.staging import (
     wait_until,
 )
 from weightsync.transports.tcp_links import TcpRendezvous
-
-_LEAST_BYTES = {"cpu": 2**22, "cuda": 2**24}
-"""Smallest chunks that workers pass on. Smaller ones would take longer to announce than to read."""
 
 
 class _Offers:
@@ -76,41 +73,30 @@ class _Offers:
         return [peer.member for peer, count in due if counts[peer.agent] < count]
 
 
-class NixlTransport(base.Transport):
+class NixlTransport(MemberTransport):
     """The trainer's end."""
 
-    def __init__(self, name: str = "nixl") -> None:
-        self.name = name
-        self._forget()
+    least_bytes: ClassVar = {"cpu": 2**22, "cuda": 2**24}
+    """Smaller chunks would take longer to announce than to read."""
 
-    def _forget(self) -> None:
-        self._rendezvous: TcpRendezvous | None = None  # rank 0: until the group has it
-        self._group: NixlGroup | None = None
-        self._names: list[str] = []
-        self._sender: _Sender | None = None
+    def __init__(self, name: str = "nixl") -> None:
+        super().__init__(name)
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
         members = [*ranks, *workers]
-        self._names = [member.peer for member in members]
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        self._rendezvous = TcpRendezvous(host)
-        place = [self._rendezvous.host, self._rendezvous.port, self._rendezvous.name]
+        self._peers = [member.peer for member in members]
+        place = self._open_rendezvous(TcpRendezvous(host))
         common = {"place": place, "size": len(members), "backend": os.environ.get(BACKEND, "UCX")}
         return [{**common, "rank": number} for number in range(len(members))]
 
     def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
-        self._group = meet(self._group, invitation, device, deadline, self._rendezvous, self._names)
+        self._communicator = meet(self._communicator, invitation, device, deadline, self._rendezvous, self._peers)
         self._rendezvous = None
-
-    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
-        self.min_chunk_bytes = _LEAST_BYTES[request.ranks[0].device]
-        return route_chains(request)
 
     def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
         self._sender = None  # free the old slots first
-        self._sender = sender = _Sender(plan, tensors, ranks.rank, still_open(self._group), ranks.size)
+        self._sender = sender = _Sender(plan, tensors, ranks.rank, still_open(self._communicator), ranks.size)
         endpoints = [base.Endpoint() for _ in range(plan.workers)]
         for number, chain in enumerate(plan.chains):
             firsts = [those[number].first if number in those else None for those in sender.layout]
@@ -142,36 +128,11 @@ class NixlTransport(base.Transport):
         wait = wait_unless_aborted(sender.group.aborted, self._ranks)
         sender.group.share(sender.slots, [], sender.behind, wait, deadline)
 
-    def prepare_push(self, sample: int | None) -> int:
-        if self._sender is not None and self._sender.device.type == "cuda":
-            # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
-            torch.cuda.synchronize(self._sender.device)
-        return 0
-
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
-
-    def abort(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        if self._group is not None:
-            self._group.abort()
-        if self._sender is not None:
-            self._sender.packer = None
-        self._forget()
-
 
 class _Sender:
     """One rank's slots and offers for one plan. `behind` are the first workers of its chains."""
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        tensors: base.LocalTensors,
-        rank: int,
-        group: NixlGroup,
-        ranks: int,
-    ) -> None:
+    def __init__(self, plan: TransferPlan, tensors: base.LocalTensors, rank: int, group: NixlGroup, ranks: int) -> None:
         self.group = group
         self.layout = send_layout(plan, rank, base.SLOTS)
         self._firsts = [ranks + chain.workers[0] for chain in plan.chains]
@@ -227,39 +188,27 @@ class NixlRow(Struct, frozen=True, forbid_unknown_fields=True):
     firsts: list[Count | None]
 
 
-class NixlReceiver(base.TransportReceiver):
+class NixlReceiver(MemberReceiver):
     """The worker's end."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._group: NixlGroup | None = None
         self._reader: _Reader | None = None
-        self._slots: list[torch.Tensor] = []
 
     def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
-        self._group = meet(self._group, invitation, self.device, deadline)
+        self._communicator = meet(self._communicator, invitation, self.device, deadline)
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
-        if self._group is None:
-            raise ProtocolError("Connect came without an invitation in PlanRequest")
-        told, rows = typed(fields, NixlEndpoint), {rank: typed(row, NixlRow).firsts for rank, _, _, row in storages}
-        if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
-            raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
+        told = self._read_endpoint(fields, NixlEndpoint)
+        rows = {rank: typed(row, NixlRow).firsts for rank, _, _, row in storages}
         if not {member for runs in told.runs for member, _, _ in runs}.issubset(told.before):
             raise ProtocolError(f"the plan reads from other members than {told.before}")
         runs = [[_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
         self._slots = []  # free the old slots first
         self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(base.SLOTS)]
-        self._group.share(self._slots, told.before, told.behind, wait, deadline)
-        self.waiting_for = [self._group.peers[member].member for member in (*told.before, *told.behind)]
-        self._reader = _Reader(self._group, self._slots, runs, told.behind)
-
-    def storage(self, rank: int, storage: int) -> torch.Tensor:
-        if storage not in range(len(self._slots)):
-            raise ProtocolError(
-                f"the plan reads storage {storage} of trainer rank {rank}, and there are {len(self._slots)} slots"
-            )
-        return self._slots[storage]
+        self._communicator.share(self._slots, told.before, told.behind, wait, deadline)
+        self.waiting_for = [self._communicator.peers[member].member for member in (*told.before, *told.behind)]
+        self._reader = _Reader(self._communicator, self._slots, runs, told.behind)
 
     def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
         reader = still_open(self._reader)
@@ -271,11 +220,10 @@ class NixlReceiver(base.TransportReceiver):
             reader.loaded(number)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+        super().close()
         if self._reader is not None:
             self._reader.join()
-        self._group, self._reader, self._slots = None, None, []
+        self._reader = None
 
 
 class _Run(NamedTuple):

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.errors import PeerError, PlacementError, ProtocolError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import PeerError, PlacementError, ProtocolError, SyncTimeoutError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
-from weightsync.net.wire import Failure, Value, typed
+from weightsync.net.wire import typed
 from weightsync.planning.layout import Count
 from weightsync.transports.base import Wait
 from weightsync.transports.communicator import Part
@@ -28,6 +28,10 @@ from weightsync.transports.tcp_links import TcpLinks, TcpRendezvous
 
 _TRIAL_BYTES = 256
 """Bytes of a trial read. Each slot has as many."""
+
+
+_Acquaintances = list[tuple[int, AgentAddress]]
+"""Agents, by their members' numbers."""
 
 
 class Introduction(Struct, frozen=True, array_like=True):
@@ -45,7 +49,7 @@ class Introduction(Struct, frozen=True, array_like=True):
     behind: list[Count]
 
 
-def introduce(everyone: Sequence[Introduction], names: Sequence[str]) -> list[list[tuple[int, AgentAddress]]]:
+def introduce(everyone: Sequence[Introduction], names: Sequence[str]) -> list[_Acquaintances]:
     """Return each member's acquaintances: agents, by their members' numbers. Pure.
 
     A reader gets an address for reads. The member that it reads from gets one for counts alone.
@@ -114,7 +118,9 @@ class NixlGroup(TcpLinks):
         agent = still_open(self.agent)
         agent.register(slots)
         own = Introduction(nixl_version(), agent.address(), agent.contact(), before, behind)
-        self.peers = dict(self._exchange(own, deadline))
+        introduced = partial(introduce, names=self._names)
+        told: _Acquaintances = self._tell_first(own, Introduction, introduced, _Acquaintances, deadline)
+        self.peers = dict(told)
         if missing := {*before, *behind} - {*self.peers}:
             raise ProtocolError(f"members {sorted(missing)} do not know that this member is beside them")
         for peer in self.peers.values():
@@ -122,27 +128,6 @@ class NixlGroup(TcpLinks):
         self._missing = "they cannot read each other's memory. UCX's ports must be open: see UCX_NET_DEVICES"
         for member in before:
             self._try_read(agent, self.peers[member], deadline)
-
-    def _exchange(self, own: Introduction, deadline: Deadline) -> list[tuple[int, AgentAddress]]:
-        """Return this member's acquaintances. The first member gets all introductions, and tells the others theirs."""
-        if self._rendezvous is None:
-            (first,) = self._to_first
-            first.send(Value.of(own), deadline, "connect")
-            told: list[tuple[int, AgentAddress]] = first.expect(Value, deadline, "connect").read(
-                list[tuple[int, AgentAddress]]
-            )
-            return told
-        try:
-            everyone = [own, *(each.expect(Value, deadline, "connect").read(Introduction) for each in self._to_first)]
-            told, *others = introduce(everyone, self._names)
-            for member, those in zip(self._to_first, others, strict=True):
-                member.send(Value.of(those), deadline, "connect")
-        except WeightSyncError as error:
-            for member in self._to_first:
-                with suppress(WeightSyncError):
-                    member.send(Failure(error.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), "connect")
-            raise
-        return told
 
     def _try_read(self, agent: Agent, peer: AgentAddress, deadline: Deadline) -> None:
         """Read a few bytes of a member's slot. UCX connects the two by it, and what it cannot read is an error now."""

@@ -25,17 +25,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from weightsync.errors import PeerError, ProtocolError
+from weightsync.errors import PeerError, ProtocolError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.addresses import reach
 from weightsync.net.connection import Connection, dial
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.tls import TlsSocket
-from weightsync.net.wire import PROTOCOL, Hello, Value
+from weightsync.net.wire import PROTOCOL, Failure, Hello, Value
 from weightsync.transports.communicator import UNCONNECTED, Communicator, Part, ThreadWork
 
+_Told = TypeVar("_Told")
+_Answer = TypeVar("_Answer")
 _HEAD = struct.Struct("<QQ")
 _Place = tuple[str, int, list[int]]
 """Address and port of a member's listener, and its receivers. No port: it sends to none."""
@@ -81,7 +84,7 @@ class TcpLinks(Communicator):
         receivers = sorted({member for _, member in sends if member not in self._outward})
         with closing(Listener(self.place[2])) as listener:
             own = *(listener.listen(self.place[0]) if receivers else ("", 0)), receivers
-            everyone = self._exchange_places(own, patient)
+            everyone = self._tell_first(own, _Place, lambda places: [places] * self.size, list[_Place], patient)
             self._missing = UNCONNECTED
             for member in sorted({member for _, member in receives if member not in self._inward}):
                 address, at, others = everyone[member]
@@ -91,17 +94,28 @@ class TcpLinks(Communicator):
                 for hello, link in listener.admit("link", self.rank, patient, "connect", self._check):
                     self._outward[hello.rank] = _Link(link.detach())
 
-    def _exchange_places(self, own: _Place, deadline: Deadline) -> list[_Place]:
-        """Return the places of all members, in their order. The first member gathers them."""
+    def _tell_first(
+        self, own: _Told, kind: Any, answers: Callable[[list[_Told]], list[_Answer]], answer: Any, deadline: Deadline
+    ) -> _Answer:
+        """Tell the first member a value of this `kind`. Return its `answer`, of that kind.
+
+        answers: makes the answer to each member, of all values in the order of the members. An error reaches them all.
+        """
         if self.rank:
             (first,) = self._to_first
             first.send(Value.of(own), deadline, "connect")
-            told: list[_Place] = first.expect(Value, deadline, "connect").read(list[_Place])
+            told: _Answer = first.expect(Value, deadline, "connect").read(answer)
             return told
-        everyone = [own, *(each.expect(Value, deadline, "connect").read(_Place) for each in self._to_first)]
-        for member in self._to_first:
-            member.send(Value.of(everyone), deadline, "connect")
-        return everyone
+        try:
+            mine, *others = answers([own, *(m.expect(Value, deadline, "connect").read(kind) for m in self._to_first)])
+            for member, one in zip(self._to_first, others, strict=True):
+                member.send(Value.of(one), deadline, "connect")
+        except WeightSyncError as error:
+            for member in self._to_first:
+                with suppress(WeightSyncError):
+                    member.send(Failure(error.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), "connect")
+            raise
+        return mine
 
     def _dial(self, host: str, port: int, role: str, member: int, world: int, deadline: Deadline) -> Connection:
         """Connect to a member's listener as one of `world` peers in this role. Raises at once if it is unreachable."""

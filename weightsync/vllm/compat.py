@@ -296,11 +296,7 @@ def weights_asleep() -> bool:
 
     Older allocators do not tell this for level 2.
     """
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    known = CuMemAllocator.instance.pointer_to_data.values() if CuMemAllocator.instance is not None else ()
-    own = [data for data in known if data.tag == "weights"]
-    return any(getattr(data, "is_asleep", data.cpu_backup_tensor is not None) for data in own)
+    return any(getattr(data, "is_asleep", data.cpu_backup_tensor is not None) for data in _sleeping_memory("weights"))
 
 
 def kv_cache_asleep() -> bool:
@@ -308,10 +304,15 @@ def kv_cache_asleep() -> bool:
 
     True if an engine can sleep and its allocator does not tell.
     """
+    return any(getattr(data, "is_asleep", True) for data in _sleeping_memory("kv_cache"))
+
+
+def _sleeping_memory(tag: str) -> list[Any]:
+    """Return the records of vLLM's allocator for memory that sleep may give back, with this tag."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     known = CuMemAllocator.instance.pointer_to_data.values() if CuMemAllocator.instance is not None else ()
-    return any(getattr(data, "is_asleep", True) for data in known if data.tag == "kv_cache")
+    return [data for data in known if data.tag == tag]
 
 
 def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:

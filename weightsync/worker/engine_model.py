@@ -35,6 +35,16 @@ class WorkerIdentity:
         return replace(self, rank=self.core % cores * self.world + self.rank, world=cores * self.world)
 
 
+def largest_of_all(numbers: Sequence[float], all_reduce_max: AllReduceMax | None, device: torch.device) -> list[float]:
+    """Return the largest of all workers' numbers in each place. Collective, unless there are no numbers."""
+    if all_reduce_max is None or not numbers:
+        return [*numbers]
+    found = torch.tensor(numbers, dtype=torch.float32, device=device)
+    all_reduce_max(found)
+    largest: list[float] = found.tolist()
+    return largest
+
+
 class EngineModel(Protocol):
     """One engine worker's model, and the engine's own functions around it.
 

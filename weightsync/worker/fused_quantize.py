@@ -27,7 +27,8 @@ from weightsync.kernels.quantize import (
 )
 from weightsync.kernels.rows import MAX_COLUMNS, AllReduceMax, Job, RowQuantiser, WeightPiece
 from weightsync.planning.layout import CopyOp
-from weightsync.worker.placement import Placement, find_placement
+from weightsync.worker.engine_model import largest_of_all
+from weightsync.worker.placement import Placement, as_bits, find_placement, same_bits
 
 logger = logging.getLogger(__name__)
 
@@ -267,11 +268,7 @@ def _run(form: AnyForm, job: Job, share: AllReduceMax | None) -> bool:
 
 def _agree(mine: bool, device: torch.device, all_reduce_max: AllReduceMax | None) -> bool:
     """Return whether the answer of all workers is yes."""
-    if all_reduce_max is None:
-        return mine
-    doubt = torch.tensor([float(not mine)], device=device)
-    all_reduce_max(doubt)
-    return not doubt.item()
+    return largest_of_all([float(not mine)], all_reduce_max, device) == [0.0]
 
 
 def as_matrices(weight: torch.Tensor) -> Shape:
@@ -287,20 +284,7 @@ def _at(live: torch.Tensor, place: Placement, shape: Shape) -> torch.Tensor:
 
 def same_contents(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Return whether both have the same layout and the same bytes."""
-    return (
-        a is not None
-        and b is not None
-        and _layout(a) == _layout(b)
-        and _same_bytes(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    )
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bytes as whole words where possible: a GPU takes a byte of scratch memory for each number."""
-    if a.storage_offset() % 8 or b.storage_offset() % 8:
-        return torch.equal(a, b)
-    whole = a.numel() // 8 * 8
-    return torch.equal(a[:whole].view(torch.int64), b[:whole].view(torch.int64)) and torch.equal(a[whole:], b[whole:])
+    return a is not None and b is not None and _layout(a) == _layout(b) and same_bits(as_bits(a), as_bits(b))
 
 
 def _layout(tensor: torch.Tensor) -> Layout:

@@ -24,7 +24,7 @@ from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, cop
 from weightsync.planning.regular_copies import join_regular
 from weightsync.transports.base import TransportReceiver, strided
 from weightsync.worker.checkpoint_quantize import quantised
-from weightsync.worker.engine_model import DRAFTER, EngineModel
+from weightsync.worker.engine_model import DRAFTER, EngineModel, largest_of_all
 from weightsync.worker.fused_quantize import AnyForm, Recipe, pieces_of
 from weightsync.worker.load_planner import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.worker.module_groups import LiveTensor, ModuleGroup, live_tensor, parameters_of
@@ -134,11 +134,8 @@ class Arrivals:
 
         Post-processing and shared scales are collective, and each worker reads other parts of the chunks.
         """
-        last = [max((op.chunk for op in ops), default=NO_CHUNK) for ops in self._needed.values()]
-        if self.model.all_reduce_max is not None and last:
-            agreed = torch.tensor(last, dtype=torch.float32, device=self.model.device)
-            self.model.all_reduce_max(agreed)
-            last = [int(chunk) for chunk in agreed.tolist()]
+        own = [max((op.chunk for op in ops), default=NO_CHUNK) for ops in self._needed.values()]
+        last = map(int, largest_of_all(own, self.model.all_reduce_max, self.model.device))
         self.last_chunk = dict(zip(self._needed, last, strict=True))
 
     def collective_chunks(self) -> set[int]:
@@ -365,11 +362,9 @@ class FusedQuantize(LoadPath):
     def _agree(self, direct: set[Weight]) -> set[Weight]:
         """Leave out weights put together first on another worker: all workers must exchange the same scales."""
         shared = [weight for weight in self._views if weight.recipe.shared]
-        if not shared or self._model.all_reduce_max is None:
-            return direct
-        doubts = torch.tensor([float(weight not in direct) for weight in shared], device=self._model.device)
-        self._model.all_reduce_max(doubts)
-        return direct - {weight for weight, doubt in zip(shared, doubts.tolist(), strict=True) if doubt}
+        own = [float(weight not in direct) for weight in shared]
+        doubts = largest_of_all(own, self._model.all_reduce_max, self._model.device)
+        return direct - {weight for weight, doubt in zip(shared, doubts, strict=True) if doubt}
 
 
 class _Reloading(LoadPath):

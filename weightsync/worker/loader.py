@@ -33,7 +33,7 @@ from weightsync.transports import open_receiver
 from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
-from weightsync.worker.engine_model import EngineModel
+from weightsync.worker.engine_model import EngineModel, largest_of_all
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.worker.trace import named_tensors
@@ -449,7 +449,7 @@ def _fail_together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tel
         cause = error
         if model.all_reduce_max is not None:
             tell(error)
-    if model.all_reduce_max is not None and _has_any_failed(model, cause is not None) and cause is None:
+    if _has_any_failed(model, cause is not None) and cause is None:
         _await_cause(wait, deadline)
     if cause is not None:
         raise cause
@@ -457,10 +457,7 @@ def _fail_together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tel
 
 def _has_any_failed(model: EngineModel, failed: bool) -> bool:
     """Return whether any worker has `failed`. Collective among workers with parts of the same modules."""
-    assert model.all_reduce_max is not None
-    flag = torch.tensor([float(failed)], device=model.device)
-    model.all_reduce_max(flag)
-    return bool(flag.item())
+    return largest_of_all([float(failed)], model.all_reduce_max, model.device) != [0.0]
 
 
 def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], wait: Wait, deadline: Deadline) -> None:

@@ -48,8 +48,7 @@ def find_placement(loaded: torch.Tensor, processed: torch.Tensor, bits: int = 1)
     alike = processed.dtype == loaded.dtype and processed.numel() == loaded.numel() and not processed.storage_offset()
     if not alike or processed.dim() != loaded.dim() or loaded.dim() > _MOST_DIMS or not loaded.is_contiguous():
         return None
-    # Compared as bits: a number may be NaN or -0.0, and not every kernel compares floats of 8 bits.
-    loaded, processed = (each.view(_BITS[each.element_size()]) for each in (loaded, processed))
+    loaded, processed = as_bits(loaded), as_bits(processed)
     for axes in permutations(range(loaded.dim())):
         view = processed.permute(axes)
         if view.shape != loaded.shape:
@@ -63,13 +62,18 @@ def find_placement(loaded: torch.Tensor, processed: torch.Tensor, bits: int = 1)
 
 def _has_moved(loaded: torch.Tensor, view: torch.Tensor, swapped: int | None) -> bool:
     if swapped is None:
-        return _equal(loaded, view)
+        return same_bits(loaded, view)
     (a, b), (c, d) = loaded.chunk(2, swapped), view.chunk(2, swapped)
-    return _equal(a, d) and _equal(b, c)
+    return same_bits(a, d) and same_bits(b, c)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare in strips: a comparison takes a byte of scratch memory for each element."""
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return integers with the same bits. A number may be NaN or -0.0, and not every kernel compares 8-bit floats."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare integers in strips: a comparison takes a byte of scratch memory for each element."""
     if not a.numel() or not a.dim():
         return torch.equal(a, b)
     rows = max(1, _STRIP_ELEMENTS * len(a) // a.numel())
