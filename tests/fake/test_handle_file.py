@@ -141,7 +141,7 @@ def test_what_is_no_such_file_is_refused(written: Path, tmp_path: Path):
     with pytest.raises(ProtocolError, match="required field `workers`"):
         handle_file.read(_without(change(written, format=1), "workers"))
     (tmp_path / "text").write_text("{")
-    with pytest.raises(ProtocolError, match="not JSON"):
+    with pytest.raises(ProtocolError, match="JSONDecodeError"):
         handle_file.read(tmp_path / "text")
     with pytest.raises(PlacementError, match="cannot read"):
         handle_file.read(tmp_path / "none")

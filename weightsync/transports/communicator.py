@@ -230,17 +230,10 @@ def longest(parts: Iterable[Part]) -> list[Part]:
     return [(data, member) for member, data in sorted(found.items())]
 
 
-class UnderWay:
+class UnderWay(deque[Operation]):
     """Operations begun and not seen to end, oldest first."""
-
-    def __init__(self) -> None:
-        self._pending: deque[Operation] = deque()
-
-    def add(self, pending: Operation) -> None:
-        """Add an operation that has begun."""
-        self._pending.append(pending)
 
     def bound(self, count: int, wait: Wait, deadline: Deadline) -> None:
         """Wait for the oldest operations until at most `count` are left."""
-        while len(self._pending) > count:
-            self._pending.popleft().wait(wait, deadline, "transfer")
+        while len(self) > count:
+            self.popleft().wait(wait, deadline, "transfer")

@@ -199,13 +199,10 @@ def read(path: Path) -> Bridge:
         raise PlacementError(f"cannot read {path}: {error}") from error
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{path} is not JSON: {error}") from error
-    try:
         if content["format"] != FORMAT:
             raise ProtocolError(f"{path} has format {content['format']!r}, this weightsync reads {FORMAT}")
         return msgspec.convert({**content, "path": path}, Bridge)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is no {FILE} of format {FORMAT}: {type(error).__name__}: {error}") from error
 
 

@@ -265,10 +265,9 @@ class IpcReceiver(base.TransportReceiver):
         told = typed(fields, IpcEndpoint)
         self._worker, self._parts, self._taken = told.worker, told.parts, 0
         staging = {rank for ranks in told.parts for rank in ranks or ()}
-        if without := sorted(
-            rank for rank in staging if not self._counters.get(rank, _NO_COUNTERS).has(1 + told.worker)
-        ):
-            raise ProtocolError(f"trainer rank {without[0]} stages chunks and has no counter for worker {told.worker}")
+        for rank in sorted(staging):
+            if rank not in self._counters or not self._counters[rank].has(1 + told.worker):
+                raise ProtocolError(f"trainer rank {rank} stages chunks and has no counter for worker {told.worker}")
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if (rank, storage) not in self._open:
@@ -318,9 +317,6 @@ class _Counters:
 
     def __setitem__(self, number: int, count: int) -> None:
         self._words[number * _CACHE_LINE_BYTES // 8] = count
-
-
-_NO_COUNTERS = _Counters(torch.empty(0, dtype=torch.uint8))
 
 
 def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:

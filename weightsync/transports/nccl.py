@@ -271,7 +271,7 @@ class NcclReceiver(MemberReceiver):
                 number = len(told.runs) + 2 * at + 2
                 self._start(number, [], coming).follow(wait, deadline(), "transfer")
                 if told.onward is not None:
-                    under_way.add(self._start(number, [(body, told.onward) for body, _ in coming], []))
+                    under_way.append(self._start(number, [(body, told.onward) for body, _ in coming], []))
             rest = zip(told.encoders, bodies, heads, strict=True)
             for rank, body, (_, checksum) in rest:
                 if body.numel():
@@ -291,7 +291,7 @@ class NcclReceiver(MemberReceiver):
         heads = [torch.empty(HEAD_BYTES, dtype=torch.uint8, device=self.device) for _ in rooms]
         self._start(number, [], [*zip(heads, self._members(), strict=True)]).wait(wait, deadline(), "transfer")
         if told.onward is not None:
-            under_way.add(self._start(number, [(each, told.onward) for each in heads], []))
+            under_way.append(self._start(number, [(each, told.onward) for each in heads], []))
         return [read_head(each, room, self._pushes) for each, room in zip(heads, rooms, strict=True)]
 
     def _room(self, part: Sequence[int], rank: int) -> int:
@@ -324,7 +324,7 @@ class NcclReceiver(MemberReceiver):
                 passing.follow(wait, deadline(), "transfer")
             coming = None if on_gpu else self._exchange(None, following)
             arriving.follow(wait, deadline(), "transfer")
-            under_way.add(arriving)
+            under_way.append(arriving)
             under_way.bound(AHEAD, wait, deadline())
             passing = None if on_gpu else self._exchange(number, None)
             for run, room, _ in self._runs(number):
@@ -342,7 +342,7 @@ class NcclReceiver(MemberReceiver):
             arriving = coming
         for last in (passing, arriving):
             if last is not None:
-                under_way.add(last)
+                under_way.append(last)
         under_way.bound(0, wait, deadline())
         self._pushes += not self._told.by_words  # `changes` has counted the push
 
@@ -353,7 +353,7 @@ class NcclReceiver(MemberReceiver):
         self._start(number, [], [*zip(said, self._members(), strict=True)]).wait(wait, deadline, "transfer")
         self._encoding = {rank for rank, (encodes,) in zip(told.encoders, said.tolist(), strict=True) if encodes}
         if told.onward is not None:
-            under_way.add(self._start(number, [(each, told.onward) for each in said], []))
+            under_way.append(self._start(number, [(each, told.onward) for each in said], []))
 
     def _runs(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
         """Yield each run of a chunk: its place in the slot, the tensor that receives it, and its sending member."""

@@ -151,7 +151,7 @@ class Sender:
         self._sent_bytes += sum(data.numel() for data, _ in sends)
         to_first = [(data, self._members[chain][0]) for data, chain in sends]
         sending = self.communicator.exchange(number, to_first, [], *self._after)
-        under_way.add(sending)
+        under_way.append(sending)
         return sending
 
 

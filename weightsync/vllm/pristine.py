@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from weightsync.vllm.compat import quant_method
+from weightsync.vllm import compat
 from weightsync.worker.engine_model import DRAFTER
 from weightsync.worker.reload import materialise
 
@@ -69,9 +69,7 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
 
     `device` is the running model's. The running model and its registers are not changed.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(model_config.dtype)
-    try:
+    with compat.default_dtype(model_config.dtype):
         try:
             with torch.device("meta"), _IndicesOn(device):
                 model = _initialise(vllm_config, model_config, prefix)
@@ -79,8 +77,6 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
             # Some constructors compute with values: the bounds of xIELU, the slopes of ALiBi.
             model = build_with_values(vllm_config, model_config, device, prefix)
             _move_parameters_to_meta(model)
-    finally:
-        torch.set_default_dtype(before)
     _unwrap_loaders(model)
     _drop_cache_scales(model)
     return model
@@ -91,13 +87,8 @@ def build_with_values(vllm_config: VllmConfig, model_config: Any, device: torch.
 
     Tensors that are only allocated are on the `meta` device.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(model_config.dtype)
-    try:
-        with torch.device(device), _WeightsOnMeta():
-            return _initialise(vllm_config, model_config, prefix)
-    finally:
-        torch.set_default_dtype(before)
+    with compat.default_dtype(model_config.dtype), torch.device(device), _WeightsOnMeta():
+        return _initialise(vllm_config, model_config, prefix)
 
 
 def _initialise(vllm_config: VllmConfig, model_config: Any, prefix: str) -> nn.Module:
@@ -163,7 +154,7 @@ def _drop_cache_scales(model: nn.Module) -> None:
     cache, not to the weights, and stay.
     """
     for module in model.modules():
-        if isinstance(quant_method(module), BaseKVCacheMethod):
+        if isinstance(compat.quant_method(module), BaseKVCacheMethod):
             for name in list(module._parameters):
                 if name.endswith(("_scale", "_zero_point")):
                     del module._parameters[name]

@@ -135,12 +135,8 @@ class VllmModel:
         if self._drafter is not None and self._drafts_apart:
             prefix, drafters = f"{DRAFTER}.", model is not self._pristine
             weights = ((name.removeprefix(prefix), w) for name, w in weights if name.startswith(prefix) == drafters)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)  # as at a start: the loader may make parameters
-        try:
+        with compat.default_dtype(self.dtype):  # as at a start: the loader may make parameters
             return loader(weights)
-        finally:
-            torch.set_default_dtype(before)
 
     def passes_over(self, name: str) -> bool:
         return compat.drops(self.pristine(), name) or compat.is_of_a_later_layer(self._config, name)

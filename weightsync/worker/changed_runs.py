@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -47,10 +47,10 @@ class ChangedRuns:
     kept: the chunks to be kept by the transport, among the chunks of every push.
     """
 
-    def __init__(self, arrivals: Arrivals, locations: Sequence[Sequence[ShardLocation]]) -> None:
-        self._arrivals, self._locations = arrivals, locations
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals, self._locations = arrivals, arrivals.locations
         self._due = arrivals.chunks(False)
-        self._regions = _live_regions(arrivals, locations)
+        self._regions = _live_regions(arrivals)
         self.kept = {number for number in self._due if number not in self._regions}
         self._arrived: list[_Arrived] = []
         self._writers: dict[tuple[int, int], ChangeWriter] = {}  # by the part's first chunk, and the rank
@@ -120,12 +120,12 @@ def _words(place: ShardLocation) -> int:
     return words_of(place.box.numel * itemsize(place.dtype))
 
 
-def _live_regions(arrivals: Arrivals, locations: Sequence[Sequence[ShardLocation]]) -> dict[int, list[list[Region]]]:
+def _live_regions(arrivals: Arrivals) -> dict[int, list[list[Region]]]:
     """Return the regions of each place in a chunk, for chunks with all bytes in parameters as they come.
 
     Of such a chunk, each word of each place lies in exactly one parameter.
     """
-    live = named_tensors(arrivals.model.live)
+    live, locations = named_tensors(arrivals.model.live), arrivals.locations
     starts = [
         sorted((place.rank, place.offset * itemsize(place.dtype), at) for at, place in enumerate(own))
         for own in locations

@@ -45,6 +45,11 @@ def largest_of_all(numbers: Sequence[float], all_reduce_max: AllReduceMax | None
     return largest
 
 
+def any_worker(mine: bool, all_reduce_max: AllReduceMax | None, device: torch.device) -> bool:
+    """Return whether this is true on any worker. Collective."""
+    return largest_of_all([float(mine)], all_reduce_max, device) == [1.0]
+
+
 class EngineModel(Protocol):
     """One engine worker's model, and the engine's own functions around it.
 

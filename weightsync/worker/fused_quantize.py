@@ -27,7 +27,7 @@ from weightsync.kernels.quantize import (
 )
 from weightsync.kernels.rows import MAX_COLUMNS, AllReduceMax, Job, RowQuantiser, WeightPiece
 from weightsync.planning.layout import CopyOp
-from weightsync.worker.engine_model import largest_of_all
+from weightsync.worker.engine_model import any_worker
 from weightsync.worker.placement import Placement, as_bits, find_placement, same_bits
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def holds(recipe: Recipe, loaded: Tensors, processed: Tensors, all_reduce_max: A
     job = recipe.job(mine, [WeightPiece(0, 0, loaded[recipe.weight].view(recipe.shape))])
     is_run = _run(recipe.form, job, all_reduce_max if recipe.shared else None)
     is_same = is_run and all(same_contents(mine[key], tensor) for key, tensor in theirs.items())
-    return _agree(is_same, job.values.device, all_reduce_max)
+    return not any_worker(not is_same, all_reduce_max, job.values.device)
 
 
 def pieces_of(op: CopyOp, source: torch.Tensor, shape: Shape, like: torch.Tensor) -> list[WeightPiece] | None:
@@ -243,7 +243,7 @@ def _find_recipe(
         layouts = _layout(theirs), _layout(their_scale)
         recipe = Recipe(form, shared, *keys, weight.dtype, shape, values_at, scale_at, layouts)
     is_found = recipe is not None and recipe.is_possible
-    return recipe if _agree(is_found, weight.device, all_reduce_max) else None
+    return None if any_worker(not is_found, all_reduce_max, weight.device) else recipe
 
 
 def _find_place(mine: torch.Tensor, theirs: torch.Tensor) -> Placement | None:
@@ -264,11 +264,6 @@ def _run(form: AnyForm, job: Job, share: AllReduceMax | None) -> bool:
         logger.warning("weights of shape %s are reloaded: they cannot be quantised here", shape, exc_info=True)
         return False
     return True
-
-
-def _agree(mine: bool, device: torch.device, all_reduce_max: AllReduceMax | None) -> bool:
-    """Return whether the answer of all workers is yes."""
-    return largest_of_all([float(not mine)], all_reduce_max, device) == [0.0]
 
 
 def as_matrices(weight: torch.Tensor) -> Shape:

@@ -19,8 +19,10 @@ from torch import nn
 from weightsync.errors import ProtocolError
 from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.rows import Job, RowQuantiser, WeightPiece
+from weightsync.net.runtime import describe_device
+from weightsync.net.wire import Connect
 from weightsync.planning.grouping import grouped
-from weightsync.planning.layout import Box, CopyOp, LoadCopy, ShardLocation, copy_ops, row_major
+from weightsync.planning.layout import Box, CopyOp, LoadCopy, copy_ops, row_major
 from weightsync.planning.regular_copies import join_regular
 from weightsync.transports.base import TransportReceiver, strided
 from weightsync.worker.checkpoint_quantize import quantised
@@ -52,6 +54,7 @@ class Weight(NamedTuple):
 class Arrivals:
     """The chunks of one connection, met with the load plan.
 
+    locations: the place of each region, for each chunk.
     ops: the copies into each parameter, without parameters loaded by the engine's loader itself.
     whole_ops: the copies to put each tensor for the engine's loader together.
     copy_programs: the most programs of a GPU that copy out of chunks at once.
@@ -59,38 +62,33 @@ class Arrivals:
         `agree_on_last_chunks` sets it.
     """
 
-    def __init__(
-        self,
-        model: EngineModel,
-        traced: TracedLoad,
-        source: TransportReceiver,
-        locations: Sequence[Sequence[ShardLocation]],
-        frozen: int,
-        nearest: int | None,
-    ) -> None:
-        """Meet the load plan with the locations in each chunk. The last `frozen` chunks come in the first push alone.
+    def __init__(self, model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> None:
+        """Meet the load plan with the locations in each chunk.
 
-        A region on several ranks is read from rank `nearest`.
+        A region on several ranks is read from the rank on this worker's GPU, if there is one.
 
         Raises:
             PlacementError: The chunks do not cover every load copy exactly once.
             ProtocolError: Frozen chunks hold only a part of a module's tensors.
         """
         self.model, self.traced, self.source = model, traced, source
-        self._count, self._frozen = len(locations), frozen
+        self.locations = [chunk.locations for chunk in message.chunks]
+        self._frozen = message.frozen
         self.copy_programs = source.copy_programs
-        self.ops = grouped(copy_ops(self._direct_copies(), locations, nearest), lambda op: op.param)
-        self.whole_ops = grouped(copy_ops(self._whole_copies(), locations, nearest), lambda op: op.param)
+        gpu = describe_device(model.device)[1]
+        nearest = next((rank for rank, _, _, row in message.storages if gpu and row.get("gpu_uuid") == gpu), None)
+        self.ops = grouped(copy_ops(self._direct_copies(), self.locations, nearest), lambda op: op.param)
+        self.whole_ops = grouped(copy_ops(self._whole_copies(), self.locations, nearest), lambda op: op.param)
         self.weights = [Weight(group, recipe) for group in self.groups(FUSED_QUANTIZE) for recipe in group.all_recipes]
         self._needed: dict[ModuleGroup | Weight, Sequence[CopyOp]] = {
             group: self._needs(group, path) for group, path in traced.load_path.items() if path != FUSED_QUANTIZE
         }
         self._needed |= {weight: self.ops.get(weight.param, ()) for weight in self.weights}
-        _refuse_torn(self._needed, len(locations) - frozen)
+        _refuse_torn(self._needed, len(self.chunks(False)))
 
     def chunks(self, is_first: bool) -> range:
         """Return the chunks of the first push over this connection, or of a later push."""
-        return range(self._count if is_first else self._count - self._frozen)
+        return range(len(self.locations) - (0 if is_first else self._frozen))
 
     def _direct_copies(self) -> list[LoadCopy]:
         of, paths = self.traced.group_of, self.traced.load_path
@@ -167,10 +165,6 @@ def _refuse_torn(needs: Mapping[ModuleGroup | Weight, Sequence[CopyOp]], first_f
                 f"{', '.join(sorted(late)[:3])} come only in the first push, but {group.names[0]} loads them together "
                 "with tensors of every push; freeze all tensors of this module, or none"
             )
-
-
-_Piece = tuple[ModuleGroup, CopyOp, torch.Tensor]
-"""(group, copy for the group, the source of the copy in received memory)."""
 
 
 def _copy_all(copies: Sequence[tuple[torch.Tensor, CopyOp, torch.Tensor]]) -> int:
@@ -395,10 +389,6 @@ class _Reloading(LoadPath):
             self._open[group] = Reload(group, own, self._model)
         return self._open[group]
 
-    def _close(self, group: ModuleGroup) -> None:
-        self._open[group].close()
-        del self._open[group]
-
 
 class ReloadPath(_Reloading):
     """A reload of modules, each when its last chunk has come."""
@@ -407,7 +397,7 @@ class ReloadPath(_Reloading):
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
-        self._pieces: dict[int, list[_Piece]] = defaultdict(list)
+        self._pieces: dict[int, list[tuple[ModuleGroup, CopyOp, torch.Tensor]]] = defaultdict(list)
         for group in self._groups:
             for op in join_regular(op for param in group.params for op in self._arrivals.ops.get(param, ())):
                 self._pieces[op.chunk].append((group, op, self._arrivals.view(op)))
@@ -417,7 +407,7 @@ class ReloadPath(_Reloading):
         nbytes = _copy_all([(self._reload(group).fresh[op.param].data, op, seen) for group, op, seen in pieces])
         for group in self._due.get(chunk, ()):
             if group in self._open:
-                self._close(group)
+                self._open.pop(group).close()
         return nbytes
 
 
@@ -457,7 +447,7 @@ class NativeLoader(_Reloading):
             with self._reload(group).installed(), given_memory(self._read_beside(group, names), self._model):
                 pairs, dtype = self._arrivals.traced.pairs, self._model.dtype
                 self._model.load_weights(self._loaded_by(group), quantised(weights, pairs, dtype))
-            self._close(group)
+            self._open.pop(group).close()
 
     def _read_beside(self, group: ModuleGroup, names: Sequence[str]) -> set[str]:
         """Return the other parameters that the loader fills from these tensors. It may compute from them."""

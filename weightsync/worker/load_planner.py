@@ -19,13 +19,7 @@ from weightsync.planning.layout import Box, LoadCopy, Manifest, coverage, fuse_g
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.prefixes import find_rename
 from weightsync.worker import ties
-from weightsync.worker.checkpoint_quantize import (
-    QuantizedTensors,
-    collapse,
-    expert_padding,
-    renamed,
-    trace_quantized,
-)
+from weightsync.worker.checkpoint_quantize import QuantizedTensors, collapse, expert_padding, renamed, trace_quantized
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.fused_checkpoint import find_checkpoint_recipes
 from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, find_groups, moved_views

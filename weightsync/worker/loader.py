@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from weightsync.errors import ManifestError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
 from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
-from weightsync.net.runtime import Deadline, collector_paused, describe_device, submit
+from weightsync.net.runtime import Deadline, collector_paused, submit
 from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
 from weightsync.planning.layout import Manifest, ShardLocation, itemsize
 from weightsync.planning.load_plan import LoadPlan
@@ -33,7 +33,7 @@ from weightsync.transports import open_receiver
 from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait
 from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
-from weightsync.worker.engine_model import EngineModel, largest_of_all
+from weightsync.worker.engine_model import EngineModel, any_worker
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.worker.trace import named_tensors
@@ -119,7 +119,7 @@ class Receiver:
         self.await_kernels()
         with self._model.scope():
             # In a thread: connecting is mostly waiting for other members, and the copies need the plan alone.
-            arrivals = submit("arrivals", partial(_arrivals, self._model, self._traced, source, message))
+            arrivals = submit("arrivals", partial(Arrivals, self._model, self._traced, source, message))
             with _fail_together(self._model, wait, deadline, tell):
                 source.connect(message.storages, message.fields, wait, deadline)
                 plan = _BoundPlan(self._model, self._traced, source, message, arrivals)
@@ -295,7 +295,7 @@ class _BoundPlan:
         self._arrivals = arrivals.result()
         self.changed: ChangedRuns | None = None
         if source.sends_changes:
-            self.changed = ChangedRuns(self._arrivals, [arrival.locations for arrival in message.chunks])
+            self.changed = ChangedRuns(self._arrivals)
             source.keep_runs(self.changed.kept)
             self.changed.bind()
         self.verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
@@ -341,14 +341,14 @@ class _BoundPlan:
                 tell(error)
                 if self._arrivals.model.device.type == "cuda":
                     self._arrivals.source.close()  # the stream and other workers may wait for a chunk that never comes
-                _has_any_failed(self._arrivals.model, True)
+                any_worker(True, self._arrivals.model.all_reduce_max, self._arrivals.model.device)
             raise
 
     @contextmanager
     def _meeting(self, wait: Wait, deadline: Deadline) -> Iterator[None]:
         """Enter a body in which workers wait for each other. Raise if a worker has failed."""
         left, self._meetings = self._meetings - 1, 0  # a worker that fails in a meeting must not begin another one
-        if _has_any_failed(self._arrivals.model, False):
+        if any_worker(False, self._arrivals.model.all_reduce_max, self._arrivals.model.device):
             _await_cause(wait, deadline)
         yield
         self._meetings = left
@@ -417,13 +417,6 @@ def _check_sizes(manifest: Manifest) -> None:
             raise ManifestError(f"{meta.name}: {why}", mismatched={meta.name: why})
 
 
-def _arrivals(model: EngineModel, traced: TracedLoad, source: TransportReceiver, message: Connect) -> Arrivals:
-    own = describe_device(model.device)[1]
-    nearest = next((rank for rank, _, _, row in message.storages if own and row.get("gpu_uuid") == own), None)
-    locations = [arrival.locations for arrival in message.chunks]
-    return Arrivals(model, traced, source, locations, message.frozen, nearest)
-
-
 def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> list[torch.Tensor]:
     """Return the bytes of the live parameters that only the frozen chunks fill. Frozen chunks are the last ones."""
     frozen = {location.name for arrival in message.chunks[-message.frozen :] for location in arrival.locations}
@@ -449,15 +442,10 @@ def _fail_together(model: EngineModel, wait: Wait, deadline: Deadline, tell: Tel
         cause = error
         if model.all_reduce_max is not None:
             tell(error)
-    if _has_any_failed(model, cause is not None) and cause is None:
+    if any_worker(cause is not None, model.all_reduce_max, model.device) and cause is None:
         _await_cause(wait, deadline)
     if cause is not None:
         raise cause
-
-
-def _has_any_failed(model: EngineModel, failed: bool) -> bool:
-    """Return whether any worker has `failed`. Collective among workers with parts of the same modules."""
-    return largest_of_all([float(failed)], model.all_reduce_max, model.device) != [0.0]
 
 
 def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], wait: Wait, deadline: Deadline) -> None:

@@ -110,11 +110,11 @@ def _try_post_process(group: ModuleGroup, model: EngineModel, refused: set[AnyFo
             if not all(holds(each, attempt.loaded, attempt.processed, model.all_reduce_max) for each in recipes):
                 recipes = ()
             del attempt  # before the next one takes its memory
-    left: list[dict[str, nn.Parameter]] | list[dict[str, torch.Tensor]] | None = None
-    if is_bare and not opaque and (first.same or placements):
-        left = (
-            [dict(parameters_of(module)) for module in group.pristine] if first.same else [_laid_out(first.processed)]
-        )
+    left: Sequence[Mapping[str, torch.Tensor]] | None = None
+    if is_bare and not opaque and first.same:
+        left = [dict(parameters_of(module)) for module in group.pristine]
+    elif is_bare and not opaque and placements:
+        left = [_laid_out(first.processed)]
     return _Verdict(left, placements if left else {}, recipes, first.changed, opaque)
 
 

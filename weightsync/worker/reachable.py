@@ -130,14 +130,8 @@ def diff_objects(old: Any, new: Any, path: str, outside: set[int]) -> Counterpar
 
 def same_layout(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Return whether one can replace the other after a copy of its contents."""
-    return (
-        a is not None
-        and b is not None
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-        and a.storage_offset() == b.storage_offset()
-    )
+    layouts = [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in (a, b) if t is not None]
+    return len(layouts) == 2 and layouts[0] == layouts[1]
 
 
 def code_of(value: Any) -> types.CodeType | None:
