@@ -230,7 +230,7 @@ def find_bound(engines: Engines, folder: Path) -> None:
     with mock.patch.dict(manager.modules, {"model.layers.1.mlp.down_proj": single}):
         refusal = adapter_modules(worker, path, NOT_LOADED)["error"]
         assert "model.layers.1.mlp.down_proj for each expert alone" in refusal
-        with mock.patch.object(manager.lora_config, "enable_mixed_moe_lora_format", True):
+        with mock.patch.object(manager.lora_config, "enable_mixed_moe_lora_format", True, create=True):
             assert adapter_modules(worker, path, NOT_LOADED) == nothing
     loras = manager.get_adapter(77).loras
     loras["model.layers.0.self_attn.qkv_proj"].lora_a[0] = None  # q, of q, k and v

@@ -202,7 +202,10 @@ class Engines:
         """Start an `LLM`, `self.llm`, after ending the one that runs."""
         self.end()
         gc.freeze()  # vLLM collects garbage five times as it starts, and would look through all that is imported
-        self.llm = self._vllm.LLM(**{**self.options(checkpoint), **options})
+        try:
+            self.llm = self._vllm.LLM(**in_this_process({**self.options(checkpoint), **options}))
+        finally:
+            torch.set_default_dtype(torch.float32)  # older vLLM leaves its own where an engine does not start
 
     def ask(self) -> Answer:
         return [answer_of(self.generate(prompt)) for prompt in PROMPTS]
@@ -277,6 +280,18 @@ def has_plug_ins() -> bool:
     from vllm.version import __version_tuple__ as release
 
     return release >= PLUG_INS_SINCE
+
+
+def in_this_process(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with which vLLM before 0.23 keeps a CPU's only worker in the process of its `LLM`, as later ones do."""
+    from vllm.version import __version_tuple__ as release
+
+    if release >= (0, 23) or torch.cuda.is_available():
+        return options
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("0" * options.get("tensor_parallel_size", 1))  # 0.20 has to know
+    if options.get("tensor_parallel_size", 1) > 1:
+        return options
+    return {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor", **options}
 
 
 def options_of(checkpoint: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from weightsync.errors import UnsupportedError
 
-HAVE_RUN = (0, 24), (0, 32)
+HAVE_RUN = (0, 20), (0, 32)
 """The first and the last vLLM that weightsync ran with. `weightsync.tools.doctor` and setup.py repeat the last."""
 
 
