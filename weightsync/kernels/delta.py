@@ -5,7 +5,7 @@ and the low and the high bytes of their differences. Positions are either the nu
 word, or a mask of one bit for each word. The shorter form is written. A step of an optimizer changes bfloat16 values by
 a few units in the last place, so the planes of differences deflate well. docs/internals/wire.md has the layout.
 
-Pure, for CPUs and GPUs alike. Only the planes of a CPU are deflated.
+Pure, for bytes in CPU memory. GPUs find and write changes by `changed_words`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from weightsync.errors import ProtocolError
@@ -24,7 +25,6 @@ BLOCK_WORDS = 1 << 20
 _MOST_EQUAL = 255
 """Most equal words before a changed word. After more of them an equal word is written, with the difference 0."""
 _PLANES = 3
-_GATHER_BITS = 0x0102040810204080
 _TRIED_BYTES = 1 << 16
 
 
@@ -39,7 +39,7 @@ def encode(new: torch.Tensor, base: torch.Tensor, bytes_per_s: float = 0.0) -> t
     differences = torch.cat([part.differences for part in parts]).view(torch.uint8).view(-1, 2)
     planes = [torch.cat([part.positions for part in parts]), *differences.t().contiguous()]
     stored = [_deflated(plane, bytes_per_s) for plane in planes]
-    encoded = torch.cat([_head([*map(len, stored)], [part.row for part in parts]).to(new.device), *stored])
+    encoded = torch.cat([_head([*map(len, stored)], [part.row for part in parts]), *stored])
     return encoded if encoded.numel() < new.numel() else None
 
 
@@ -96,9 +96,9 @@ def _changed(words: torch.Tensor, old: torch.Tensor) -> _Block:
     if count == where.numel():
         return _Block(False, equal.to(torch.uint8), changed)
     at = (fillers + 1).cumsum(0) - 1
-    positions = torch.full((count,), _MOST_EQUAL, dtype=torch.uint8, device=words.device)
+    positions = torch.full((count,), _MOST_EQUAL, dtype=torch.uint8)
     positions[at] = (equal & 0xFF).to(torch.uint8)
-    differences = torch.zeros(count, dtype=torch.int16, device=words.device)
+    differences = torch.zeros(count, dtype=torch.int16)
     differences[at] = changed
     return _Block(False, positions, differences)
 
@@ -114,21 +114,17 @@ def _signed(folded: torch.Tensor) -> torch.Tensor:
 
 def _packed(mask: torch.Tensor) -> torch.Tensor:
     """Return one bit for each bool, padded to whole bytes. The first bool is the lowest bit."""
-    bools = torch.zeros(-(-mask.numel() // 8), 8, dtype=torch.uint8, device=mask.device)
-    bools.view(-1)[: mask.numel()] = mask
-    # The multiplication moves byte n's lowest bit to bit n of the highest byte.
-    return ((bools.view(torch.int64).view(-1) * _GATHER_BITS) >> 56).to(torch.uint8)
+    return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def _unpacked(bits: torch.Tensor) -> torch.Tensor:
     """Return one byte for each bit."""
-    bytes_of = (torch.arange(256).view(-1, 1) >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64).view(-1)
-    return bytes_of.to(bits.device)[bits.int()].view(torch.uint8)
+    return torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little"))
 
 
 def _deflated(plane: torch.Tensor, bytes_per_s: float) -> torch.Tensor:
     """Return the plane deflated if that pays, judged by its first bytes. Return it unchanged otherwise."""
-    if plane.is_cuda or not plane.numel():
+    if not plane.numel():
         return plane
     data = plane.numpy().data
     first = data[:_TRIED_BYTES]
@@ -153,12 +149,12 @@ def _inflated(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
         return stored
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        data = inflater.decompress(stored.cpu().numpy().data, nbytes + 1)
+        data = inflater.decompress(stored.numpy().data, nbytes + 1)
     except zlib.error as error:
         raise ProtocolError(f"a plane of a difference cannot be inflated: {error}") from None
     if len(data) != nbytes or not inflater.eof or inflater.unused_data:
         raise ProtocolError(f"a plane of a difference does not inflate to {nbytes} bytes")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(stored.device)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _head(sizes: list[int], rows: list[int]) -> torch.Tensor:
