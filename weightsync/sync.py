@@ -170,10 +170,10 @@ class WeightSync:
         self._turn = _Turn(is_over=True)
         self._process: int | None = None  # the process that connected
         options = Options(**vars(config), source=source, engines=EngineList(engine, timeout_s))
-        self._shown = _told(backend), _told(transport), options.engines
+        self._shown = _comparable(backend), _comparable(transport), options.engines
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
-        self._ranks = Ranks(timeout_s, ranks, {name: _told(value) for name, value in shared.items()}, hold_s)
+        self._ranks = Ranks(timeout_s, ranks, {name: _comparable(value) for name, value in shared.items()}, hold_s)
         self.last_report: PushReport | None = None
         """The last report of `push`, `catch_up` or `writing`, on every rank."""
 
@@ -219,13 +219,11 @@ class WeightSync:
             refused = (
                 f"label={label!r}; it must not begin with {POISONED}, and has no effect with adapters and restarts"
             )
-        told = None if label is None else str(label)
+        text = None if label is None else str(label)
         while True:
             try:
-                with self._collective("push", version, told, refused) as update:
-                    update.label = told
-                    with self._spending(model):
-                        report = update.report = self._strategy.run(update, model)
+                with self._collective("push", version, text, refused) as update, self._spending(model):
+                    report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
                 if version is not None and error.facts.get("updated"):
@@ -441,6 +439,6 @@ def _let_go(process: int, closing: Sequence[weakref.WeakMethod[Callable[[], None
             close()
 
 
-def _told(option: object) -> str:
+def _comparable(option: object) -> str:
     """Return an option in comparable form. An object differs in each process and is compared by its type."""
     return repr(option) if isinstance(option, str | bool | None) else type(option).__qualname__

@@ -162,7 +162,7 @@ class HttpEngine:
             raise EngineError(f"{route}: the answer is not vLLM's: {text[:200]!r}", who=self.name)
         return answer
 
-    def _told(self, path: str, kind: type[T]) -> T:
+    def _get(self, path: str, kind: type[T]) -> T:
         """Send a GET request, and return the answer as a `kind`. Raises `EngineError`s."""
         answer = self.call("GET", path)
         try:
@@ -190,7 +190,7 @@ class HttpEngine:
         """Return the number of engine cores under data parallelism, behind this server or beside it."""
         route, sizes = "/get_world_size", []
         with suppress(UnsupportedError):
-            sizes = [self._told(f"{route}?include_dp={word}", _WorldSize).world_size for word in ("true", "false")]
+            sizes = [self._get(f"{route}?include_dp={word}", _WorldSize).world_size for word in ("true", "false")]
         return sizes[0] // sizes[1] if sizes else 1
 
     def _init(self, info: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ class HttpEngine:
     def is_paused(self) -> bool | None:
         """Return whether generation is paused, by this trainer or another caller. None: the server cannot tell."""
         with suppress(UnsupportedError):
-            return self._told("/is_paused", _Paused).is_paused
+            return self._get("/is_paused", _Paused).is_paused
         return None
 
     def resume(self) -> None:
@@ -257,7 +257,7 @@ class HttpEngine:
 
     def version(self) -> str | None:
         try:
-            return str(self._told("/weight_info", _WeightInfo).weight_version)
+            return str(self._get("/weight_info", _WeightInfo).weight_version)
         except UnsupportedError:  # before vLLM 0.27
             return None
 
@@ -269,7 +269,7 @@ class HttpEngine:
         return status == 200
 
     def max_lora_rank(self) -> int | None:
-        lora = self._told(_SERVER_INFO, _ServerInfo).vllm_config.lora_config
+        lora = self._get(_SERVER_INFO, _ServerInfo).vllm_config.lora_config
         return lora.max_lora_rank if lora is not None else None
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
@@ -296,7 +296,7 @@ class HttpEngine:
         """
         if self._has_workers:
             return
-        config = self._told(_SERVER_INFO, _ServerInfo).vllm_config
+        config = self._get(_SERVER_INFO, _ServerInfo).vllm_config
         if (servers := (config.parallel_config or {}).get("_api_process_count", 1)) != 1:
             raise UnsupportedError(
                 f"{servers} API servers share the address, and vLLM lists an adapter in one of them alone. Start the "
@@ -320,7 +320,7 @@ class HttpEngine:
 
     def _adapters(self) -> dict[str, str | None]:
         """Return the path of each adapter in the server's list, by name. The list has the base model, too."""
-        return {row.id: row.root for row in self._told(_MODELS, _Models).data}
+        return {row.id: row.root for row in self._get(_MODELS, _Models).data}
 
     def adapters_in_use(self) -> set[str]:
         path = "/metrics"

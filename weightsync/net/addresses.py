@@ -28,7 +28,7 @@ def address_facing(host: str) -> str:
 
     Raises `OSError` when no route exists, `ConfigError` when $WEIGHTSYNC_HOST resolves to no address.
     """
-    return _said() or local_and_peer_address(host)[0]
+    return _configured() or local_and_peer_address(host)[0]
 
 
 def local_and_peer_address(host: str) -> tuple[str, str]:
@@ -105,7 +105,7 @@ def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> so
         ) from error
 
 
-def _said() -> str | None:
+def _configured() -> str | None:
     """Return the address in $WEIGHTSYNC_HOST, which may name an interface. None: the variable is unset."""
     said = os.environ.get(HOST, "").strip()
     if not said:

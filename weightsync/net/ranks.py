@@ -57,6 +57,9 @@ class CollectiveCall(Struct, frozen=True, forbid_unknown_fields=True):
         return str(self if self.version is None else replace(self, number=0))
 
 
+_UNNAMED = CollectiveCall()
+
+
 class _Begun(Struct, frozen=True, forbid_unknown_fields=True):
     """Rank 0's message at the start of a step: its call, and whether any rank has connected for the step."""
 
@@ -103,7 +106,7 @@ class Ranks:
         """On rank 0: the connections to the other ranks, in rank order. On other ranks: the one to rank 0."""
         return list(self._peers.values())
 
-    def begin(self, phase: str, call: CollectiveCall | None = None) -> bool:
+    def begin(self, phase: str, call: CollectiveCall = _UNNAMED) -> bool:
         """Begin a step on every rank, and connect ranks that are not connected. Collective.
 
         Returns, on every rank, whether any rank has connected anew: its state of earlier steps may be lost. Returns
@@ -115,7 +118,7 @@ class Ranks:
         self._may_keep = False
         self.rank, self.size = place_among(self._members)
         self._calls += 1
-        call = replace(call or CollectiveCall(), number=self._calls)
+        call = replace(call, number=self._calls)
         has_heard, self._has_heard = self._has_heard, True
         if self.rank:
             begun = self._follow(call, phase, has_heard)
@@ -200,8 +203,8 @@ class Ranks:
         if self.listener is None or not self._peers:
             return [value]
         with _naming_the_cause():
-            told = self.listener.collect(self.connections, Value, deadline, phase, check)
-        return [value, *(message.read(kind) for message in told)]
+            others = self.listener.collect(self.connections, Value, deadline, phase, check)
+        return [value, *(message.read(kind) for message in others)]
 
     def broadcast(self, value: Any, phase: str, kind: Any = Plain, away_s: float = 0.0) -> Any:
         """Return rank 0's value, of this `kind`. Collective.
@@ -425,14 +428,14 @@ _NONE = Recovery()
 
 
 @contextmanager
-def collective(ranks: Ranks, call: CollectiveCall | None = None, recovery: Recovery = _NONE) -> Iterator[Update]:
+def collective(ranks: Ranks, call: CollectiveCall = _UNNAMED, recovery: Recovery = _NONE) -> Iterator[Update]:
     """Run the body as one step of all ranks: the first failure of any rank is raised on every rank. Collective.
 
-    The body runs in `PlainModes`. Every rank must make the same `call`, named or None.
+    The body runs in `PlainModes`. Every rank must make the same `call`, named or not.
     """
     if ranks.cleanup is not None:  # an earlier step, interrupted before its end
         ranks.cleanup.result()
-    update = Update(ranks, ranks.timeout_s, call.version if call is not None else None)
+    update = Update(ranks, ranks.timeout_s, call.version, call.label)
 
     def end(error: WeightSyncError) -> WeightSyncError:
         keeps = False

@@ -116,14 +116,14 @@ class Update:
         report: The `PushReport` of a step without a return value.
     """
 
-    def __init__(self, ranks: Ranks, timeout_s: float, version: int | None = None) -> None:
+    def __init__(self, ranks: Ranks, timeout_s: float, version: int | None = None, label: str | None = None) -> None:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.version = version
         self.timeline = Timeline()
         self.modes = PlainModes()
         self.check: Callable[[], None] = lambda: None
-        self.label: str | None = None
+        self.label = label
         self.report: PushReport | None = None
 
     def deadline(self) -> Deadline:
