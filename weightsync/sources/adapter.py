@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.sources.base import Model, Reading, TensorShard, one_module
 from weightsync.sources.module import LocalParam, ModuleSource, NamedReader, adapters_of, refusal
-from weightsync.sources.module_tree import modules, walk, walk_shells
+from weightsync.sources.module_tree import modules, own_tensors, walk, walk_shells
 from weightsync.sources.peft import AddedProducts
 
 _Layers: TypeAlias = list[tuple[str, AddedProducts]]
@@ -63,8 +63,8 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
 
 def _refuse_trained(model: nn.Module) -> None:
     """Raise `UnsupportedError` if tensors of the base train."""
-    params = [(prefix + tail, each) for prefix, module in walk(model) for tail, each in module._parameters.items()]
-    if trained := [name for name, param in params if param is not None and param.requires_grad]:
+    named = ((prefix + tail, each) for prefix, module in walk(model) for tail, each in own_tensors(module))
+    if trained := [name for name, tensor in named if tensor.requires_grad]:
         raise UnsupportedError(
             f"{len(trained)} tensors of the base train beside the adapter, such as {trained[0]}, and engines keep "
             "their base. Freeze these tensors, choose a transport for weights, or push the base by another WeightSync "

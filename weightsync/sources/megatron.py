@@ -39,7 +39,7 @@ from weightsync.sources.megatron_names import (
     whole,
 )
 from weightsync.sources.module import fingerprint, plain, readable, refusal, trains
-from weightsync.sources.module_tree import modules
+from weightsync.sources.module_tree import modules, own_tensors
 
 _REFUSED_OPTIONS = {
     "layernorm_zero_centered_gamma": "the checkpoint has 1 + gamma, and no memory holds this sum",
@@ -128,12 +128,9 @@ def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tenso
     """Yield parameters and persistent buffers under Megatron's names."""
     for prefix, module in chunk.named_modules():
         dot = "." if prefix else ""
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield f"{prefix}{dot}{name}", param
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffers and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}{dot}{name}", buffer
+        for name, tensor in own_tensors(module):
+            if buffers or name in module._parameters:
+                yield f"{prefix}{dot}{name}", tensor
 
 
 # --- The model and its mesh

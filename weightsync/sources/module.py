@@ -25,7 +25,7 @@ from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, 
 from weightsync.sources.edits import Edit, edited
 from weightsync.sources.four_bits import FourBits, packed_weights
 from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
-from weightsync.sources.module_tree import modules, walk, walk_shells
+from weightsync.sources.module_tree import modules, own_tensors, walk, walk_shells
 from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
 from weightsync.sources.wrapped_tensors import inner_tensor
@@ -235,12 +235,9 @@ class ModuleSource(LocalSource):
 
     def own_readers(self, prefix: str, module: nn.Module) -> Iterator[NamedReader]:
         """Yield the module's own parameters and persistent buffers, without buffers if the selection has none."""
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield prefix + name, partial(self.read_param, param)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and self.selection.buffers and name not in module._non_persistent_buffers_set:
-                yield prefix + name, partial(self.read_param, buffer)
+        for name, tensor in own_tensors(module):
+            if self.selection.buffers or name in module._parameters:
+                yield prefix + name, partial(self.read_param, tensor)
 
 
 def fingerprint(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weightsync.sources.hf_checkpoint import Aliases
-from weightsync.sources.module_tree import as_built, walk
+from weightsync.sources.module_tree import as_built, own_tensors, walk
 
 CHANGED = (
     "a hook, or a module's own `state_dict`, saves another value under its name; push the saved values, with "
@@ -69,7 +69,7 @@ def changed_when_saved(
             reason = f"cannot follow the `state_dict` of {kinds} ({type(error).__name__}: {error})"
             found |= dict.fromkeys(here, reason)
             continue
-        real = dict(_tensors(module, prefix))
+        real = {f"{prefix}{at}{name}": each for at, inner in walk(module) for name, each in own_tensors(inner)}
         for name, tensor in here.items():
             if name in saved and not copies.are_same(saved[name], tensor, real.get(name)):
                 found[name] = CHANGED
@@ -83,13 +83,6 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if (last is None or not prefix.startswith(last)) and hooks_of(module):
             last = prefix
             yield prefix, module
-
-
-def _tensors(model: nn.Module, at: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in walk(model):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                yield f"{at}{prefix}{name}", tensor
 
 
 class _Copies(Aliases):

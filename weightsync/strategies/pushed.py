@@ -22,7 +22,7 @@ from weightsync.kernels.digest import WHOLE
 from weightsync.kernels.runs import Run, join_runs
 from weightsync.net.runtime import submit
 from weightsync.sources.base import Model, Reading
-from weightsync.sources.module_tree import modules
+from weightsync.sources.module_tree import modules, own_tensors
 from weightsync.sources.wrapped_tensors import inner_tensor
 from weightsync.transports.proof import MemoryFingerprint
 
@@ -147,13 +147,9 @@ class TrainerMemory:
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
     """Return this rank's part of the model's parameters and buffers."""
-    found: list[Any] = []
-    for module in modules(model):
-        found += module._parameters.values()
-        hidden = module._non_persistent_buffers_set  # a forward may write non-persistent buffers
-        found += [buffer for name, buffer in module._buffers.items() if name not in hidden]
+    found = [tensor for module in modules(model) for _, tensor in own_tensors(module)]
     # A DTensor has its shard in `_local_tensor`, and a parameter of ZeRO-3 its partition in `ds_tensor`.
-    parts = [getattr(each, "_local_tensor", getattr(each, "ds_tensor", each)) for each in found if each is not None]
+    parts = [getattr(each, "_local_tensor", getattr(each, "ds_tensor", each)) for each in found]
     parts = list(map(inner_tensor, parts))
     plain = [part for part in parts if not is_traceable_wrapper_subclass(part) and part.layout == torch.strided]
     return [part for part in plain if not part.is_meta]
