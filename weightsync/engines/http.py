@@ -180,11 +180,11 @@ class HttpEngine:
         cores = self._count_cores()
         init_info = calls.with_cores(init_info, cores)
         with calls.held_paused(self) if cores > 1 else nullcontext():
-            self._init(init_info)
+            self._call_workers("init", init_info=init_info)
         if session := init_info.get("session"):
             self._session = session
             for _ in range(_QUESTIONS):  # a load balancer would send some of them to another engine
-                self._init({**init_info, "asks": True})
+                self._call_workers("init", init_info={**init_info, "asks": True})
 
     def _count_cores(self) -> int:
         """Return the number of engine cores under data parallelism, behind this server or beside it."""
@@ -193,30 +193,25 @@ class HttpEngine:
             sizes = [self._get(f"{route}?include_dp={word}", _WorldSize).world_size for word in ("true", "false")]
         return sizes[0] // sizes[1] if sizes else 1
 
-    def _init(self, info: dict[str, Any]) -> None:
-        if self._has_plug_ins:
-            self._post("/init_weight_transfer_engine", {"init_info": info})
-        else:
-            self._call_workers(calls.EXTENSION_METHODS["init"], info)
-
     def start(self) -> None:
-        if self._has_plug_ins:
-            self._post("/start_weight_update")
+        self._call_workers("start")
 
     def update(self, update_info: dict[str, Any]) -> None:
-        if self._has_plug_ins:
-            self._post("/update_weights", {"update_info": update_info})
-        else:
-            self._call_workers(calls.EXTENSION_METHODS["update"], update_info)
+        self._call_workers("update", update_info=update_info)
 
     def finish(self, version: str | None) -> None:
-        if self._has_plug_ins:
-            # Before 0.27 the server does not read the body.
-            self._post("/finish_weight_update", {"weight_version": version})
-        elif version is not None:
+        self._call_workers("finish", weight_version=version)  # before 0.27 the server does not read it
+        if version is not None and not self._has_plug_ins:
             self.set_version(version)
 
-    def _call_workers(self, method: str, *args: Any) -> dict[str, Any]:
+    def _call_workers(self, call: str, **fields: Any) -> None:
+        """Make one of the workers' calls: by its own route, or as a method of the worker extension."""
+        if self._has_plug_ins:
+            self._post(f"/{calls.PLUG_IN_METHODS[call]}", fields or None)
+        elif (method := calls.EXTENSION_METHODS.get(call)) is not None:
+            self._call_method(method, *fields.values())
+
+    def _call_method(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of all workers. Return the server's answer, with the workers' under "results", or {}."""
         return self.call(
             "POST", "/collective_rpc", {"method": method, "args": args}, calls.limit_s(method, self.timeout_s)
@@ -286,7 +281,7 @@ class HttpEngine:
     def _check_bound(self, adapter: LoraAdapter, number: int) -> None:
         """Raise unless the workers bind every module of an adapter, as `check_bound` does."""
         self._check_workers()
-        answers = self._call_workers(ADAPTER_MODULES, adapter.path, number).get("results")
+        answers = self._call_method(ADAPTER_MODULES, adapter.path, number).get("results")
         check_bound(adapter, answers, self.name)
 
     def _check_workers(self) -> None:
