@@ -24,6 +24,7 @@ from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedE
 from weightsync.errors import EngineUnreachableError
 from weightsync.kernels.quantize import int8_per_channel, row_maxima
 from weightsync.net.ranks import Ranks
+from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, Value
 from weightsync.planning.layout import Box, Manifest, ShardLocation
 from weightsync.sources import open_source
@@ -321,7 +322,7 @@ def test_a_rank_that_fails_leaves_no_other_in_a_collective_of_the_stream() -> No
 def test_two_syncs_share_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a push the source meets the ranks of that push, whichever `WeightSync` was made or has pushed last."""
     met: list[Ranks] = []
-    monkeypatch.setattr(Ranks, "meet", lambda ranks, *_: met.append(ranks))
+    monkeypatch.setattr(Update, "meet", lambda update: met.append(update.ranks))
     engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
     source = StreamSource(TensorSelection())
     with ExitStack() as stack:
