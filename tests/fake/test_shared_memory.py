@@ -39,6 +39,22 @@ class EngineModel(nn.Module):
                 self.qkv.weight.data[at : at + self.rows].copy_(own)
 
 
+class PaddedModel(EngineModel):
+    """Its norm has a row that is in no checkpoint: the loader sets it to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Linear(WIDTH, 2, bias=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "norm.weight":
+                self.norm.weight.data[:1].copy_(tensor)
+                self.norm.weight.data[1:].fill_(0)
+            else:
+                super().load_weights([(name, tensor)])
+
+
 def weights(seed: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     shapes = {**{f"{part}.weight": (HEADS, WIDTH) for part in "qkv"}, "norm.weight": (1, WIDTH)}
@@ -114,6 +130,18 @@ def test_writing_reaches_the_engine_and_is_its_next_version(engine: FakeEngine, 
     assert_serves(engine, 2)
     with pytest.raises(ConfigError, match="version 6 is not newer than 6"), sync.writing(version=6):
         raise AssertionError("the body must not run")
+
+
+def test_writing_gives_an_engine_with_random_weights_the_constants_of_its_loader():
+    engine_model = ModuleHost(PaddedModel, weights(1))
+    engine_model.live.norm.weight.data.fill_(7)
+    with closing(FakeEngine(engine_model)) as engine, WeightSync("fsdp", "single_copy", engine, timeout_s=10.0) as sync:
+        model = on_meta()
+        sync.attach(model)
+        assert engine_model.live.norm.weight.tolist() == [[7.0] * WIDTH] * 2
+        write_half(sync, model, fails=False)
+        cold = ModuleHost(PaddedModel, weights(2)).live
+        assert torch.equal(engine_model.live.norm.weight, cold.norm.weight)
 
 
 def test_a_raising_body_leaves_the_engine_paused_and_marked_until_it_is_rewritten(engine: FakeEngine, sync: WeightSync):

@@ -55,9 +55,8 @@ class _Offers:
     def __init__(self, group: NixlGroup) -> None:
         self._group = group
         self._counts: Counter[int] = Counter()  # chunks offered to each member
-        self._due: list[dict[int, int]] = [
-            {} for _ in range(base.SLOTS)
-        ]  # the count of a slot's chunk, for each member
+        # The count of each slot's chunk, for each member.
+        self._due: list[dict[int, int]] = [{} for _ in range(base.SLOTS)]
 
     def add(self, slot: int, members: Sequence[int]) -> None:
         """Tell members of a chunk in a slot."""

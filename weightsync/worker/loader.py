@@ -36,7 +36,7 @@ from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel, any_worker
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
-from weightsync.worker.trace import named_tensors
+from weightsync.worker.trace import Fill, named_tensors, paddings
 from weightsync.worker.verify import FrozenDigests, Verifier
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class Receiver:
         self._traced: TracedLoad | None = None
         self._source: TransportReceiver | None = None
         self._plan: _BoundPlan | None = None
-        self._is_exported = False
+        self._constants: list[tuple[Fill, torch.Tensor]] | None = None
+        """The loader's constants, and the exported parameters to set them in. None: no parameters are exported."""
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._clear_kv_cache: Callable[[], bool] | None = None  # between `begin_push` and `run`
         self.loaded: Done | None = None
@@ -91,7 +92,7 @@ class Receiver:
         """
         if self._traced is None or (self._traced.manifest, self._traced.keep) != (manifest, keep):
             _check_sizes(manifest)
-            self._plan, self._is_exported, self._traced = None, False, None
+            self._plan = self._constants = self._traced = None
             with self._model.scope():
                 self._planner = self._planner or LoadPlanner(self._model)
                 self._traced = self._planner.make(manifest, keep)
@@ -115,7 +116,7 @@ class Receiver:
                 "must be in every push"
             )
         source = self._open(message.transport)
-        self._plan, self._is_exported, self.loaded = None, False, None
+        self._plan = self._constants = self.loaded = None
         self.await_kernels()
         with self._model.scope():
             # In a thread: connecting is mostly waiting for other members, and the copies need the plan alone.
@@ -172,7 +173,8 @@ class Receiver:
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             self._planner.locate()  # the first sharing of memory moves it, and no CUDA graph has captured a CPU's
-        self._is_exported = True
+            fills = paddings(self._model.pristine(), self._traced.trace)
+            self._constants = [(fill, live[fill.param].data) for fill in fills]
         return storages, locations
 
     def take_back(self) -> None:
@@ -198,12 +200,12 @@ class Receiver:
                 self._clear_kv_cache = self._model.search_kv_cache()
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
-        """Run one whole push, after `begin_push`. With exported parameters, only check it: the trainer wrote there.
+        """Run one whole push, after `begin_push`. The trainer writes exported parameters itself, except for constants.
 
         Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
         stays so if this raises.
         """
-        if self._planner is None or (self._plan is None and not self._is_exported):
+        if self._planner is None or (self._plan is None and self._constants is None):
             raise ProtocolError("Go came before Connect")
         if go.version <= self.version:
             raise ProtocolError(
@@ -216,6 +218,8 @@ class Receiver:
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
+            for fill, data in self._constants or ():  # dummy weights were never loaded
+                fill.apply(data)
             if self._plan is not None:
                 if self._plan.reloads:
                     self._planner.addresses.note()
@@ -262,7 +266,7 @@ class Receiver:
 
     def disconnect(self) -> None:
         """Unmap memory, leave connections, and forget a push under way. `state` does not change."""
-        self._plan, self._is_exported, self.loaded, self._clear_kv_cache = None, False, None, None
+        self._plan = self._constants = self.loaded = self._clear_kv_cache = None
         if self._source is not None:
             self._source.close()
             self._source = None
