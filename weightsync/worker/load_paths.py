@@ -192,8 +192,8 @@ class LoadPath(ABC):
         """Prepare the steps that depend on all workers' chunks. Collective among workers with shared scales."""
         return
 
-    def begin(self, first: bool) -> None:
-        """Begin a push, `first` over this connection. The model counts as a mixture from here on."""
+    def begin(self) -> None:
+        """Begin a push. The model counts as a mixture from here on."""
         return
 
     def blocking(self) -> Iterable[int]:
@@ -245,9 +245,9 @@ class InPlace(LoadPath):
     def first_uses(self) -> Iterable[int]:
         return () if self._copies.is_loaded else self._group_of
 
-    def begin(self, first: bool) -> None:
-        # Parameters of an engine with dummy weights were never loaded. Nothing else writes these regions.
-        for fill, target in self._constants if first else ():
+    def begin(self) -> None:
+        # Dummy weights were never loaded, and sleep at level 2 discards weights. Nothing else fills these regions.
+        for fill, target in self._constants:
             fill.apply(target)
 
     def load(self, chunk: int) -> int:
@@ -303,7 +303,7 @@ class FusedQuantize(LoadPath):
     def first_uses(self) -> Iterable[int]:
         return self._quantisers
 
-    def begin(self, first: bool) -> None:
+    def begin(self) -> None:
         self._fresh.clear()
 
     def load(self, chunk: int) -> int:
@@ -376,7 +376,7 @@ class _Reloading(LoadPath):
     def blocking(self) -> Iterable[int]:
         return {*self._pieces, *self._due}
 
-    def begin(self, first: bool) -> None:
+    def begin(self) -> None:
         self._open.clear()
 
     def unfinished(self) -> list[str]:
@@ -425,8 +425,8 @@ class NativeLoader(_Reloading):
         self._tensors: dict[str, torch.Tensor] = {}
         self._wanted: Counter[str] = Counter()
 
-    def begin(self, first: bool) -> None:
-        super().begin(first)
+    def begin(self) -> None:
+        super().begin()
         self._tensors.clear()
         self._wanted = Counter(name for group in self._groups for name in self._arrivals.traced.sources[group])
         self._load_due(NO_CHUNK)

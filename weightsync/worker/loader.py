@@ -218,7 +218,7 @@ class Receiver:
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
-            for fill, data in self._constants or ():  # dummy weights were never loaded
+            for fill, data in self._constants or ():  # see `InPlace.begin`
                 fill.apply(data)
             if self._plan is not None:
                 if self._plan.reloads:
@@ -376,7 +376,7 @@ class _BoundPlan:
                 changed.clear()
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
-                path.begin(is_first)
+                path.begin()
         if changed is not None and loaded:
             nbytes += self._load_changes(changed, wait, new_deadline)
             load_s, since = time.perf_counter() - since, time.perf_counter()
