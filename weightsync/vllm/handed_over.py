@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from weightsync.errors import EngineError
+from weightsync.errors import EngineError, UnsupportedError
 from weightsync.net import timeouts
 
 _ON_THEIR_WAY = "_reqs_to_send", "_recving_metadata"
@@ -26,8 +26,14 @@ class HandedOver:
         self._is_watched = False
 
     def watch(self) -> None:
-        """Note expired leases from now on."""
+        """Note expired leases from now on. Raise `UnsupportedError` if requests under way cannot be seen."""
         for worker in () if self._is_watched else _workers():
+            hidden = [name for name in _ON_THEIR_WAY if not hasattr(worker, name)]
+            if hidden and type(worker).__name__.startswith("Nixl"):
+                raise UnsupportedError(
+                    f"{type(worker).__name__} of this vLLM has no {hidden[0]}, so a push cannot see requests between "
+                    "prefill and decode. Start the engine without this kv_transfer_config, or with an earlier vLLM"
+                )
             stats: Any = type(getattr(worker, "xfer_stats", None))
             record = getattr(stats, "record_kv_expired_req", None)
 
