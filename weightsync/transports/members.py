@@ -51,6 +51,11 @@ class MemberTransport(Transport):
         self._rendezvous = rendezvous
         return [rendezvous.host, rendezvous.port, rendezvous.name]
 
+    def _invitations(self, place: list[Any], **how: str) -> list[dict[str, Any]]:
+        """Return each member's invitation to a rendezvous."""
+        size = len(self._peers)
+        return [{"place": place, "size": size, "rank": rank, **how} for rank in range(size)]
+
     def route(self, request: RouteRequest) -> tuple[Chain, ...]:
         # The bytes reach the trainer's hosts first, and each host once.
         self.min_chunk_bytes = self.least_bytes[request.ranks[0].device]

@@ -37,23 +37,15 @@ from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
-from weightsync.transports import base
+from weightsync.transports import base, members
 from weightsync.transports.changes import HEAD_BYTES, WHOLE, parts_of, read_head
 from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
 from weightsync.transports.encoding import ReceiveBuffers, drop_digests, length, read
-from weightsync.transports.members import (
-    MemberReceiver,
-    MemberTransport,
-    check_machines,
-    kind_of,
-    meet,
-    wait_unless_aborted,
-)
 from weightsync.transports.nccl_sender import AHEAD, COPY_PROGRAMS, ChangeSender, MessageSender, Sender
 from weightsync.transports.staging import Layout, endpoint, keys_of, receive_layout, send_layout, still_open
 
 
-class NcclTransport(MemberTransport):
+class NcclTransport(members.MemberTransport):
     """The trainer's end. `name` is "broadcast", or "nccl" to refuse CPU tensors."""
 
     encodings = ("auto", "delta")
@@ -64,19 +56,18 @@ class NcclTransport(MemberTransport):
         super().__init__(name)
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
-        members, device, before = [*ranks, *workers], ranks[0].device, self._peers
-        check_machines(self.name, ranks, workers)
-        self._peers = [member.peer for member in members]
+        members.check_machines(self.name, ranks, workers)
+        device, before = ranks[0].device, self._peers
+        self._peers = [member.peer for member in (*ranks, *workers)]
         if self._communicator is not None and self._peers == before:
             place = self._communicator.place
         else:
-            place = self._open_rendezvous(kind_of(device).rendezvous_at(host))
-        common = {"place": place, "size": len(members), "device": device}
-        return [{**common, "rank": number} for number in range(len(members))]
+            place = self._open_rendezvous(members.kind_of(device).rendezvous_at(host))
+        return self._invitations(place, device=device)
 
     def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
-        self._communicator = meet(self._communicator, invitation, device, deadline, rendezvous)
+        self._communicator = members.meet(self._communicator, invitation, device, deadline, rendezvous)
 
     def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
@@ -124,29 +115,29 @@ class NcclTransport(MemberTransport):
         self, chain: Chain, position: int, layout: Layout, slots: int, common: base.Endpoint
     ) -> base.Endpoint:
         """Return the endpoint of a chain's worker. `common` has the data of all of them."""
-        members = [self._ranks.size + worker for worker in chain.workers]
-        last, senders = len(members) - 1, keys_of(layout)
+        chained = [self._ranks.size + worker for worker in chain.workers]
+        last, senders = len(chained) - 1, keys_of(layout)
         fields: dict[str, Any] = {**common.fields, "encoders": [], "origins": [], "by_words": self._by_words}
         if self.encoding is not None:  # workers then pass runs on one by one
             fields |= {"encoders": senders, "origins": [[*those] for those in layout]}
         if position:
-            before = members[position - 1]
+            before = chained[position - 1]
             rows = [[[before, each.first, each.end] for each in those.values()] for those in layout]
             senders, fields["runs"] = [before], rows if self.encoding is not None else [*map(_joined_runs, rows)]
         fields |= {
             "senders": senders,
             "slots": slots,
             "pushes": self._pushes,
-            "onward": members[position + 1] if position < last else None,
-            "before": [self._peers[member] for member in (reversed(members[:position]) if position else senders)],
-            "after": [self._peers[member] for member in members[position + 1 :]],
+            "onward": chained[position + 1] if position < last else None,
+            "before": [self._peers[member] for member in (reversed(chained[:position]) if position else senders)],
+            "after": [self._peers[member] for member in chained[position + 1 :]],
         }
         return base.Endpoint([], common.arrivals, fields)
 
     def connect(self, deadline: Deadline) -> None:
         if (sender := self._sender) is None:
             return
-        wait = wait_unless_aborted(sender.communicator.aborted, self._ranks)
+        wait = members.wait_unless_aborted(sender.communicator.aborted, self._ranks)
         with sender.stream:
             sender.communicator.link(sender.first_sends(), [], wait, deadline)
             sender.pack()  # while the workers prepare their copies
@@ -196,7 +187,7 @@ class NcclEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     after: list[str]
 
 
-class NcclReceiver(MemberReceiver):
+class NcclReceiver(members.MemberReceiver):
     """The worker's end."""
 
     copy_programs = COPY_PROGRAMS
@@ -207,7 +198,7 @@ class NcclReceiver(MemberReceiver):
         self._pushes = 0
 
     def meet(self, invitation: dict[str, Any], deadline: Deadline) -> None:
-        self._communicator = meet(self._communicator, invitation, self.device, deadline)
+        self._communicator = members.meet(self._communicator, invitation, self.device, deadline)
 
     def connect(self, storages: list[Storage], fields: dict[str, Any], wait: base.Wait, deadline: Deadline) -> None:
         told = self._told = self._read_endpoint(fields, NcclEndpoint)

@@ -32,20 +32,10 @@ from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
-from weightsync.transports import base
+from weightsync.transports import base, staging
 from weightsync.transports.members import MemberReceiver, MemberTransport, wait_unless_aborted
 from weightsync.transports.nixl_agent import BACKEND
 from weightsync.transports.nixl_group import NixlGroup, meet
-from weightsync.transports.staging import (
-    Layout,
-    Packer,
-    endpoint,
-    receive_layout,
-    send_layout,
-    slot_bytes,
-    still_open,
-    wait_until,
-)
 from weightsync.transports.tcp_links import TcpRendezvous
 
 
@@ -62,12 +52,12 @@ class _Offers:
         """Tell members of a chunk in a slot."""
         for member in members:
             self._counts[member] += 1
-            still_open(self._group.agent).tell(self._group.peers[member], self._counts[member])
+            staging.still_open(self._group.agent).tell(self._group.peers[member], self._counts[member])
         self._due[slot] = {member: self._counts[member] for member in members}
 
     def late(self, slot: int) -> list[str]:
         """Return the names of members yet to read the chunk in a slot."""
-        counts = still_open(self._group.agent).counts()
+        counts = staging.still_open(self._group.agent).counts()
         due = [(self._group.peers[member], count) for member, count in self._due[slot].items()]
         return [peer.member for peer, count in due if counts[peer.agent] < count]
 
@@ -82,11 +72,8 @@ class NixlTransport(MemberTransport):
         super().__init__(name)
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
-        members = [*ranks, *workers]
-        self._peers = [member.peer for member in members]
-        place = self._open_rendezvous(TcpRendezvous(host))
-        common = {"place": place, "size": len(members), "backend": os.environ.get(BACKEND, "UCX")}
-        return [{**common, "rank": number} for number in range(len(members))]
+        self._peers = [member.peer for member in (*ranks, *workers)]
+        return self._invitations(self._open_rendezvous(TcpRendezvous(host)), backend=os.environ.get(BACKEND, "UCX"))
 
     def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
         self._communicator = meet(self._communicator, invitation, device, deadline, self._rendezvous, self._peers)
@@ -95,29 +82,29 @@ class NixlTransport(MemberTransport):
     def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
         self._sender = None  # free the old slots first
-        self._sender = sender = _Sender(plan, tensors, ranks.rank, still_open(self._communicator), ranks.size)
+        self._sender = sender = _Sender(plan, tensors, ranks.rank, staging.still_open(self._communicator), ranks.size)
         endpoints = [base.Endpoint() for _ in range(plan.workers)]
         for number, chain in enumerate(plan.chains):
             firsts = [those[number].first if number in those else None for those in sender.layout]
             if any(first is not None for first in firsts):
                 endpoints[chain.workers[0]].storages.append((ranks.rank, 0, self.name, {"firsts": firsts}))
             if ranks.rank == 0:
-                received = receive_layout(plan, number, base.SLOTS)
+                received = staging.receive_layout(plan, number, base.SLOTS)
                 for position, worker in enumerate(chain.workers):
                     told = self._endpoint(chain, position, received)
                     endpoints[worker] = base.Endpoint(endpoints[worker].storages, told.arrivals, told.fields)
         return endpoints
 
-    def _endpoint(self, chain: Chain, position: int, layout: Layout) -> base.Endpoint:
+    def _endpoint(self, chain: Chain, position: int, layout: staging.Layout) -> base.Endpoint:
         """Return the endpoint of a chain's worker, without the places of runs in the ranks' slots."""
         members = [self._ranks.size + worker for worker in chain.workers]
         before = sorted({rank for those in layout for rank in those})
         if not position:
-            told = endpoint(layout, [])
+            told = staging.endpoint(layout, [])
         else:  # the slots of the worker before are laid out alike
             before = [members[position - 1]]
             ends = [max((each.end for each in those.values()), default=0) for those in layout]
-            told = endpoint(layout, [], runs=[[[before[0], 0, end]] if end else [] for end in ends])
+            told = staging.endpoint(layout, [], runs=[[[before[0], 0, end]] if end else [] for end in ends])
         behind = members[position + 1 :][:1]
         return base.Endpoint([], told.arrivals, {**told.fields, "before": before, "behind": behind})
 
@@ -133,14 +120,14 @@ class _Sender:
 
     def __init__(self, plan: TransferPlan, tensors: base.LocalTensors, rank: int, group: NixlGroup, ranks: int) -> None:
         self.group = group
-        self.layout = send_layout(plan, rank, base.SLOTS)
+        self.layout = staging.send_layout(plan, rank, base.SLOTS)
         self._firsts = [ranks + chain.workers[0] for chain in plan.chains]
         self.behind = sorted({self._firsts[chain] for those in self.layout for chain in those})
         kinds = {each.tensor.device for each in tensors.at.values()}
         self.device = next((kind for kind in kinds if kind.type == "cpu"), min(kinds, key=str, default=group.device))
-        nbytes = slot_bytes(self.layout)
+        nbytes = staging.slot_bytes(self.layout)
         self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(base.SLOTS)]
-        self.packer: Packer | None = Packer(plan, tensors, self.layout, dict(enumerate(self.slots)))
+        self.packer: staging.Packer | None = staging.Packer(plan, tensors, self.layout, dict(enumerate(self.slots)))
         self._offers = _Offers(group)
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
@@ -150,14 +137,14 @@ class _Sender:
             slot, sections = number % base.SLOTS, self.layout[number]
             if sections:
                 late, deadline = partial(self._offers.late, slot), update.deadline_after_workers()
-                wait_until(late, "read a chunk", update.wait, deadline, timeouts.READ_POLL_S)
-            still_open(self.packer).fill(number, sample)
+                staging.wait_until(late, "read a chunk", update.wait, deadline, timeouts.READ_POLL_S)
+            staging.still_open(self.packer).fill(number, sample)
             if not sections:
                 continue
             if self.device.type == "cuda":
                 filled = torch.cuda.current_stream(self.device).record_event()
                 late = partial(_unfinished, filled, self.device)
-                wait_until(late, "fill a slot", update.wait, update.deadline(), timeouts.READ_POLL_S)
+                staging.wait_until(late, "fill a slot", update.wait, update.deadline(), timeouts.READ_POLL_S)
             self._offers.add(slot, [self._firsts[chain] for chain in sections])
             sent_bytes += sum(each.end - each.first for each in sections.values())
         return sent_bytes
@@ -210,11 +197,11 @@ class NixlReceiver(MemberReceiver):
         self._reader = _Reader(self._communicator, self._slots, runs, told.behind)
 
     def chunks(self, numbers: Sequence[int], wait: base.Wait, deadline: Callable[[], Deadline]) -> Iterator[int]:
-        reader = still_open(self._reader)
+        reader = staging.still_open(self._reader)
         reader.begin(numbers)
         for number in numbers:
             late = partial(reader.late, number)
-            wait_until(late, "let a chunk be read", wait, deadline(), timeouts.READ_POLL_S)
+            staging.wait_until(late, "let a chunk be read", wait, deadline(), timeouts.READ_POLL_S)
             yield number
             reader.loaded(number)
 
@@ -319,7 +306,7 @@ class _Reader:
 
     def _unread(self, slot: int, waiting: list[_Run], under_way: dict[_Run, Any]) -> list[str]:
         """Begin to read the offered runs. Return the names of members with runs yet to read."""
-        agent, peers = still_open(self._group.agent), self._group.peers
+        agent, peers = staging.still_open(self._group.agent), self._group.peers
         counts = agent.counts()
         for run in [*waiting]:
             peer = peers[run.member]
