@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
+from enum import Enum
 
 import pytest
 import torch
@@ -77,6 +78,32 @@ def test_a_push_that_moves_a_tensor_fails_and_poisons():
     with pytest.raises(UnsupportedError, match=r"layers\.0\.workspaces\.own"):
         trainer.push()
     assert trainer.receivers[0].state == POISONED
+
+
+class Backend(Enum):
+    PLAIN, SWAPPED = 1, 2
+
+
+class TwoBackends(Repacked):
+    """Equal layers, of which the last one has another kernel: it wants the halves of its weight swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, layer in enumerate(self.layers):
+            layer.backend = Backend.SWAPPED if number == 3 else Backend.PLAIN
+
+
+def swap(module: nn.Module) -> None:
+    if getattr(module, "backend", None) is Backend.SWAPPED:
+        module.weight.data.copy_(module.weight.data.roll(ROWS // 2, 0))
+
+
+def test_layers_with_other_kernels_are_tried_apart():
+    made = ModuleHost(TwoBackends, TwoBackends().state_dict(), swap)
+    new = TwoBackends().state_dict()
+    MemoryTrainer(made, tensors=new).push()
+    assert torch.equal(made.live.layers[0].weight, new["layers.0.weight"])
+    assert torch.equal(made.live.layers[3].weight, new["layers.3.weight"].roll(ROWS // 2, 0))
 
 
 class Kernel:

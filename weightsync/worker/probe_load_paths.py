@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ def _signature(group: ModuleGroup, model: EngineModel) -> Any:
         (
             type(part),
             tuple((key, tuple(p.shape), tuple(p.stride()), p.dtype) for key, p in parameters_of(part)),
-            # For example, the module's split between workers.
-            tuple((key, value) for key, value in vars(part).items() if isinstance(value, (bool, int))),
+            # For example, the module's split between workers, and its kernel.
+            tuple((key, value) for key, value in vars(part).items() if isinstance(value, (bool, int, Enum))),
         )
         for module in group.pristine
         for part in model.parts(module)
