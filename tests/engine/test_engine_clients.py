@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def test_a_vllm_that_never_ran_is_told_from_the_others(monkeypatch):
     for version, has_run in (("0.33.0", False), ("0.20.2", True), ("0.19.1", False), ("1.0.dev3+g1", False)):
         monkeypatch.setattr(compat.vllm, "__version__", version)
         assert compat.has_run() == has_run
+
+
+@pytest.mark.parametrize("given", [{}, {"uva": {"cpu_offload_gb": 1}}, {"prefetch": {"offload_group_size": 2}}])
+def test_weights_on_the_host_are_found(given: dict[str, Any]):
+    from vllm.config.offload import OffloadConfig
+
+    from weightsync.vllm import compat
+
+    vllm_config: Any = SimpleNamespace(offload_config=OffloadConfig(**given))
+    assert compat.offloads_weights(vllm_config) == bool(given)
 
 
 def test_a_plug_in_refuses_a_vllm_that_has_no_place_for_it():

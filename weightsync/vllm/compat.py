@@ -277,6 +277,12 @@ def answering(model: nn.Module) -> list[nn.Module]:
     return made or [model]
 
 
+def offloads_weights(vllm_config: VllmConfig) -> bool:
+    """Return whether the engine reads weights from the host, or copies them from there in each forward."""
+    offload = vllm_config.offload_config
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
 def can_sleep(vllm_config: VllmConfig) -> bool:
     """Return whether the engine's weights lie in memory that vLLM's sleep can discard."""
     config = vllm_config.model_config

@@ -97,10 +97,10 @@ class VllmModel:
                 "expert load balancing moves experts between slots, and vLLM's loader fills the first slots; start "
                 "the engine without enable_eplb"
             )
-        if getattr(config.cache_config, "cpu_offload_gb", 0) or getattr(
-            getattr(getattr(config, "offload_config", None), "uva", None), "cpu_offload_gb", 0
-        ):
-            raise UnsupportedError("offloaded weights cannot be pushed to; start the engine without cpu_offload_gb")
+        if compat.offloads_weights(config):
+            raise UnsupportedError(
+                "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and offload_group_size"
+            )
         check_resets(config)
         self._handed_over.watch()
         supported_quant.check(self.live, config.quant_config, self.device)
