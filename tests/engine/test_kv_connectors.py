@@ -122,18 +122,6 @@ def refuse_a_store(engines: Engines, folder: Path) -> None:
     assert_same(engines.ask(), first, "an engine that was refused")
 
 
-def test_a_worker_of_nixls_that_hides_requests_under_way_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """Otherwise a vLLM that gives them another name would have pushes succeed in the midst of requests."""
-    from weightsync.vllm import handed_over
-
-    class NixlNewWorker:
-        _reqs_to_send: dict[str, float] = {}  # noqa: RUF012
-
-    monkeypatch.setattr(handed_over, "_workers", lambda: [None, NixlNewWorker()])
-    with pytest.raises(UnsupportedError, match=r"NixlNewWorker of this vLLM has no _recving_metadata, so a push"):
-        handed_over.HandedOver().watch()
-
-
 def test_no_engine_answers_from_a_store_of_older_keys_and_values(engines: Remote, tmp_path: Path):
     engines.call(find_what_is_refused)
     engines.call(push_with_a_store, tmp_path / "resettable")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_m
 from recorders import RecordedEngine
 from torch import nn
 
-from weightsync import WeightSync
+from weightsync import ConfigError, WeightSync
 from weightsync.errors import EngineAsleepError
 from weightsync.net.wire import CLEAN
 
@@ -99,3 +101,80 @@ def test_pause_is_counted_from_when_the_engine_says_that_it_is_paused(engines: l
         busy.pause = lambda mode: time.sleep(1.0)  # type: ignore[method-assign]
         report = sync.push(model)
     assert report.total_s - report.pause_s >= 1.0
+
+
+@pytest.fixture
+def of_roles() -> Iterator[Callable[..., list[RecordedEngine]]]:
+    """Make an engine of each of these values of vLLM's `kv_role`, "" without a KV connector."""
+    made: list[RecordedEngine] = []
+
+    def make(*roles: str) -> list[RecordedEngine]:
+        for role in roles:
+            host = ModuleHost(TinyEngineModel, checkpoint(1))
+            host.identity = replace(host.identity, kv_role=role)
+            made.append(RecordedEngine(host))
+            made[-1].name = role or "plain"
+        return made
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def paused_before(engines: list[RecordedEngine]) -> dict[str, set[str]]:
+    """Push to these engines. Return for each of them the engines whose pauses had ended before its own began."""
+    ended: list[str] = []
+    before: dict[str, set[str]] = {}
+
+    def note(engine: RecordedEngine, pause: Callable[[str], None]) -> Callable[[str], None]:
+        def noted(mode: str) -> None:
+            before[engine.name] = {*ended}
+            time.sleep(0.05)
+            pause(mode)
+            ended.append(engine.name)
+
+        return noted
+
+    for number, engine in enumerate(engines):
+        engine.name += f" {number}"
+        engine.pause = note(engine, engine.pause)  # type: ignore[method-assign]
+    with WeightSync("fsdp", "ipc", engines, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    assert all(serves(engine, 2) for engine in engines)
+    return before
+
+
+def test_engines_that_prefill_pause_before_engines_that_decode(of_roles: Callable[..., list[RecordedEngine]]) -> None:
+    before = paused_before(of_roles("kv_consumer", "kv_producer", "kv_both", "kv_producer", "kv_both", "kv_consumer"))
+    producers = {"kv_producer 1", "kv_producer 3"}
+    both = {"kv_both 2", "kv_both 4"}
+    assert before["kv_producer 1"] | before["kv_producer 3"] <= producers
+    assert before["kv_both 2"] == producers
+    assert before["kv_both 4"] == producers | {"kv_both 2"}
+    assert before["kv_consumer 0"] & before["kv_consumer 5"] >= producers | both
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "words"),
+    [
+        (["kv_producer", "kv_consumer"], {"rolling": True}, "leave rolling out"),
+        (["", "kv_both"], {"rolling": True}, "leave rolling out"),
+        (["kv_producer", "kv_producer"], {}, "kv_role='kv_producer' shares .*Give the engines of both roles"),
+        (["", "kv_consumer"], {}, "kv_role='kv_consumer' shares .*Give the engines of both roles"),
+        (["kv_consumer"], {"pause": "caller"}, ""),
+        (["kv_both", "kv_consumer"], {}, ""),
+        (["", "kv_both"], {}, ""),
+    ],
+)
+def test_push_that_would_leave_two_versions_to_share_keys_and_values_is_refused(
+    of_roles: Callable[..., list[RecordedEngine]], roles: list[str], options: dict[str, Any], words: str
+) -> None:
+    engines = of_roles(*roles)
+    with WeightSync("fsdp", "ipc", engines, timeout_s=TIMEOUT_S, **options) as sync:
+        if words:
+            with pytest.raises(ConfigError, match=words):
+                sync.push(trainer_model(checkpoint(2)))
+        else:
+            sync.push(trainer_model(checkpoint(2)))
+    assert all(serves(engine, 1 if words else 2) for engine in engines)
+    assert not words or {call for engine in engines for call in engine.calls} == {"init"}

@@ -95,6 +95,9 @@ class ModuleHost:
         self.refreshed += 1
         return False
 
+    def check_requests(self) -> None:
+        pass
+
     def search_kv_cache(self) -> Callable[[], bool]:
         return lambda: False
 

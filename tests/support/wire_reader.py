@@ -171,6 +171,7 @@ MESSAGES: dict[str, dict[str, Form]] = {
         "version": COUNT,
         "state": word("CLEAN", "POISONED", ""),
         "update_open": boolean,
+        "kv_role": word("kv_producer", "kv_consumer", "kv_both", ""),
     },
     "PlanRequest": {
         "tensors": array(MANIFEST),

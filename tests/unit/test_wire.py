@@ -67,11 +67,12 @@ GOLDEN: list[tuple[Message, str]] = [
             version=5,
             state="CLEAN",
             update_open=False,
+            kv_role="kv_both",
         ),
         (
-            "840000008da174a548656c6c6fa870726f746f636f6c05a4726f6c65a6776f726b6572a567726f757002a472616e6b03a5776f72"
+            "940000008ea174a548656c6c6fa870726f746f636f6c05a4726f6c65a6776f726b6572a567726f757002a472616e6b03a5776f72"
             "6c6404a7626f6f745f6964a162a6646576696365a463756461a86770755f75756964a54750552d31a46e616d65a474703d33a776"
-            "657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2"
+            "657273696f6e05a57374617465a5434c45414eab7570646174655f6f70656ec2a76b765f726f6c65a76b765f626f7468"
         ),
     ),
     (
@@ -222,7 +223,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 9
+    assert PROTOCOL == 10
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 

@@ -44,6 +44,7 @@ from weightsync.errors import (
 )
 from weightsync.fleet.engine_call import BackgroundCall, EngineCalls, await_calls, join, repeat, wait_at_exit
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle, UpdateState, admit, find_lost
+from weightsync.fleet.kv_roles import turns
 from weightsync.net import timeouts, wire
 from weightsync.net.addresses import is_loopback
 from weightsync.net.listener import Listener
@@ -380,8 +381,9 @@ class Fleet:
         change = partial(self._all, "pause", look=self._check_health)
         change(met, EngineHandle.finish_left_open)
         change(met, EngineHandle.read_version)
-        # Both at once: `pause` first waits for running requests, for one step or for all of their tokens.
-        change(self._active, partial(EngineHandle.pause, mode=self._pause), EngineHandle.start)
+        for group in turns(self._active):
+            # Both at once: `pause` first waits for running requests, for one step or for all of their tokens.
+            change(group, partial(EngineHandle.pause, mode=self._pause), EngineHandle.start)
         change(self._active, EngineHandle.mark)
         for one in self._active:
             if one.state is UpdateState.OPEN:

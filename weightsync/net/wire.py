@@ -23,7 +23,7 @@ from weightsync.planning.layout import Count, ShardLocation, TensorMeta
 from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, Runs, pack_regions, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
-PROTOCOL = 9
+PROTOCOL = 10
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with POISONED while a push is under way, and after a push
 that failed once its workers had `Go`."""
@@ -43,6 +43,8 @@ Turn = Annotated[int, Meta(ge=-1)]
 """A push's number, or -1 for all bytes. The number selects a sample of each memory."""
 Role = Annotated[str, Meta(pattern=r"^(worker|rank|engines|member|link)\Z")]
 """The kind of a peer. "engines": a rank's second connection, for calls into the engines of its process."""
+KvRole = Annotated[str, Meta(pattern=r"^(kv_producer|kv_consumer|kv_both|)\Z")]
+"""vLLM's role of an engine that shares keys and values of requests with other engines. "": the engine shares none."""
 Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+\Z")]
 """A process's name, as `runtime.this_process` returns it."""
 
@@ -118,6 +120,7 @@ class Hello(Message, frozen=True):
     version: Count = 0  # worker: the last committed version, 0 when none
     state: Annotated[str, Meta(pattern=r"^(CLEAN|POISONED|)\Z")] = ""
     update_open: bool = False  # worker: whether its engine has an update started and not finished
+    kv_role: KvRole = ""
 
 
 class Value(Message, frozen=True):

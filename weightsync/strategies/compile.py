@@ -8,6 +8,7 @@ from typing import Any
 
 from weightsync.errors import ConfigError
 from weightsync.fleet.fleet import Fleet
+from weightsync.fleet.kv_roles import check_roles
 from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import Manifest
 from weightsync.planning.load_plan import LoadPlan
@@ -39,7 +40,9 @@ def compile_plan(
     earlier: the plans of the last push. With an encoding, workers keep their bytes if chunks are cut as before.
 
     Raises `ManifestError` and `UnsupportedError` for tensors that do not fit the engines, before anything is written.
+    Raises `ConfigError` as `check_roles` does.
     """
+    check_roles(fleet.handles, options.pause, options.rolling)
     manifest = merge_manifests(manifests(own, everyone))
     if idle := options.selection.unmatched_patterns(manifest.names):
         logger.warning(

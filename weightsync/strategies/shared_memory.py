@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.errors import ConfigError, EngineError, PlacementError
 from weightsync.fleet import ENGINE_VARIABLE, EngineList
 from weightsync.fleet.engine_handle import ConnectedWorker
+from weightsync.fleet.kv_roles import check_roles
 from weightsync.net.runtime import boot_id, this_process
 from weightsync.net.update import Update
 from weightsync.net.wire import Done, Go, MachineInfo, ParametersExported
@@ -183,6 +184,7 @@ class SharedMemory(FleetStrategy):
             manifest = merge_manifests([each for each, _, _ in everyone])
             fleet = self._open_fleet(update)
             check_pairs([host for _, host, _ in everyone], fleet.connect())
+            check_roles(fleet.handles, self._options.pause)
             keep = self._options.selection.keep
             plans = fleet.plan(manifest, keep)
             warn_of_kept(plans)

@@ -17,24 +17,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from weightsync.errors import UnsupportedError
 
 _VLLM = "vllm.distributed.kv_transfer."
-_KEEP_NOTHING = {
-    "ExampleHiddenStatesConnector",
-    "MoRIIOConnector",
-    "MooncakeConnector",
-    "NixlConnector",
-    "NixlPullConnector",
-    "NixlPushConnector",
-}
+_NIXL = {"NixlConnector", "NixlPullConnector", "NixlPushConnector"}
+_KEEP_NOTHING = {"ExampleHiddenStatesConnector", "MoRIIOConnector", "MooncakeConnector"} | _NIXL
 """vLLM's connectors that answer only from blocks of an engine. Blocks of a transfer under way are in use, and a reset
 of the prefix cache fails meanwhile."""
 _KNOW_ADAPTERS = {"MooncakeStoreConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"}
 """vLLM's connectors that look up keys and values by hashes of blocks. A hash covers an adapter's name and path."""
+_OF_ONE_ENGINE = {"ExampleHiddenStatesConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"}
+"""vLLM's connectors without a way from one engine's keys and values to another engine."""
 
 
 def check_resets(config: VllmConfig) -> None:
     """Raise `UnsupportedError` if the engine would answer from keys and values of older weights after a push."""
-    for connector, extra in _connectors(config.kv_transfer_config):
+    for connector, transfer in _connectors(config.kv_transfer_config):
         reset: Any = getattr(connector, "reset_cache", None)
+        extra = transfer.kv_connector_extra_config or {}
         if _is_one_of(connector, _KEEP_NOTHING):
             continue
         if reset is None or reset is getattr(KVConnectorBase_V1, "reset_cache", None):
@@ -68,6 +65,17 @@ def check_adapters(config: VllmConfig) -> None:
             )
 
 
+def shared_role(config: KVTransferConfig | None) -> str:
+    """Return vLLM's role of an engine that shares keys and values with other engines. "": it shares none."""
+    roles = {str(transfer.kv_role) for one, transfer in _connectors(config) if not _is_one_of(one, _OF_ONE_ENGINE)}
+    return "kv_both" if len(roles) > 1 else "".join(roles)
+
+
+def count_of_nixl(config: KVTransferConfig | None) -> int:
+    """Return the number of Nixl's connectors among an engine's."""
+    return sum(_is_one_of(connector, _NIXL) for connector, _ in _connectors(config))
+
+
 def answers_none_alone(function: Any) -> bool:
     """Return whether every `return` of a Python function gives None, written or not. False for any other callable."""
     code = getattr(function, "__code__", None)
@@ -88,18 +96,18 @@ def _stores_left(extra: Mapping[str, Any]) -> list[str]:
     return tiers if own in ("CPUOffloadingSpec", "TieringOffloadingSpec") else [own, *tiers]
 
 
-def _connectors(config: KVTransferConfig | None) -> list[tuple[type, Mapping[str, Any]]]:
-    """Return the classes of an engine's connectors, each with its extra configuration.
+def _connectors(config: KVTransferConfig | None) -> list[tuple[type, KVTransferConfig]]:
+    """Return the classes of an engine's connectors, each with its configuration.
 
     A connector of several connectors is replaced by its members.
     """
     if config is None or config.kv_connector is None:
         return []
     connector = KVConnectorFactory.get_connector_class(config)
-    extra = config.kv_connector_extra_config or {}
-    if not hasattr(connector, "_get_connector_classes_and_configs") or extra.get("connectors") is None:
-        return [(connector, extra)]
-    return [each for one in extra["connectors"] for each in _connectors(KVTransferConfig(**one))]
+    several = (config.kv_connector_extra_config or {}).get("connectors")
+    if not hasattr(connector, "_get_connector_classes_and_configs") or several is None:
+        return [(connector, config)]
+    return [each for one in several for each in _connectors(KVTransferConfig(**one))]
 
 
 def _is_one_of(connector: type, names: set[str]) -> bool:

@@ -21,7 +21,7 @@ from weightsync.vllm import compat, supported_quant
 from weightsync.vllm.dummy_start import has_random_weights, lost_values
 from weightsync.vllm.handed_over import HandedOver
 from weightsync.vllm.kv_cache import begin_search, last_layers
-from weightsync.vllm.kv_connectors import check_resets
+from weightsync.vllm.kv_connectors import check_resets, shared_role
 from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
 from weightsync.worker.engine_model import DRAFTER, WorkerIdentity
 from weightsync.worker.verify import digests_of
@@ -72,6 +72,7 @@ class VllmModel:
             world=get_pp_group().world_size * get_tp_group().world_size,
             name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={core}",
             core=None if getattr(parallel, "data_parallel_external_lb", False) else core,
+            kv_role=shared_role(vllm_config.kv_transfer_config),
         )
         if not self.identity.rank and not compat.has_run():
             logger.warning(
@@ -102,7 +103,7 @@ class VllmModel:
                 "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and offload_group_size"
             )
         check_resets(config)
-        self._handed_over.watch()
+        self._handed_over.watch(config.kv_transfer_config)
         supported_quant.check(self.live, config.quant_config, self.device)
         if hasattr(type(self._model), "process_weights_after_loading"):
             raise UnsupportedError(
@@ -227,8 +228,10 @@ class VllmModel:
                 sinks.copy_(param)
         return bool(self._attention or copied)
 
-    def search_kv_cache(self) -> Callable[[], bool]:
+    def check_requests(self) -> None:
         self._handed_over.check()
+
+    def search_kv_cache(self) -> Callable[[], bool]:
         if self.device.type == "cuda" and compat.kv_cache_asleep():
             return lambda: False  # sleep has discarded the cache
         layers = self._config.compilation_config.static_forward_context

@@ -21,12 +21,14 @@ class WorkerIdentity:
     """The worker's place in its engine core: number `rank` of `world`. `name` is for people ("tp=1 pp=0 dp=0").
 
     core: the core's number under data parallelism. None: the engine has one core.
+    kv_role: as in `Hello`.
     """
 
     rank: int
     world: int
     name: str
     core: int | None = None
+    kv_role: str = ""
 
     def in_engine(self, cores: int) -> WorkerIdentity:
         """Return the worker's place in an engine of this many cores. Their numbers follow each other."""
@@ -128,15 +130,18 @@ class EngineModel(Protocol):
         The receiver calls this once all modules are loaded.
         """
 
+    def check_requests(self) -> None:
+        """Raise `EngineError` if another engine has yet to take over a request of this engine, or this one of another.
+
+        Keys and values of such a request are of the weights before a push.
+        """
+
     def search_kv_cache(self) -> Callable[[], bool]:
         """Begin to search the requests' cache for numbers that are not finite. Writes nothing.
 
         Returns a function that clears a cache with such numbers, and returns whether it has. Call it before the next
         step of the engine. All requests compute their values anew after a push. NaN of earlier weights would spoil them
         from blocks that requests fill only in part.
-
-        Raises:
-            EngineError: Another engine has yet to take over a part of the cache, or this one of another.
         """
 
     def end_process(self, reason: str) -> None:

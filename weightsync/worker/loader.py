@@ -197,6 +197,7 @@ class Receiver:
             with self._model.scope():
                 self._planner.kernels.check()
                 self._model.check_kept(self._traced.kept)
+                self._model.check_requests()
                 self._clear_kv_cache = self._model.search_kv_cache()
 
     def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:

@@ -123,6 +123,7 @@ class WorkerSession:
             version=self.receiver.version,
             state=self.receiver.state,
             update_open=self._update_open,
+            kv_role=self._place.kv_role,
         )
         connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", Deadline(info.timeout_s))
         try:
