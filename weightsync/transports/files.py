@@ -203,9 +203,9 @@ class FilesReceiver(base.TransportReceiver):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._forget()
+        self.close()
 
-    def _forget(self) -> None:
+    def close(self) -> None:
         self._slot = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._read_into = torch.empty(0, dtype=torch.uint8)
         self._memory = memoryview(b"")
@@ -218,7 +218,7 @@ class FilesReceiver(base.TransportReceiver):
             pass  # every folder of checkpoints has a lock file: refuse to read elsewhere
         self._pushes = self._seen = 0
         if self._slot.numel() != told.slot_bytes:
-            self._forget()  # free the old buffers first
+            self.close()  # free the old buffers first
             on_gpu = self.device.type == "cuda"
             self._read_into = torch.empty(told.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             self._slot = torch.empty_like(self._read_into, device=self.device) if on_gpu else self._read_into
@@ -271,9 +271,6 @@ class FilesReceiver(base.TransportReceiver):
                             )
             wait(0.0)
             self._read_into[at : base.align(at)].zero_()
-
-    def close(self) -> None:
-        self._forget()
 
 
 def _progress(incoming: Path, rank: int) -> Path:

@@ -57,7 +57,6 @@ class Arrivals:
     locations: the place of each region, for each chunk.
     ops: the copies into each parameter, without parameters loaded by the engine's loader itself.
     whole_ops: the copies to put each tensor for the engine's loader together.
-    copy_programs: the most programs of a GPU that copy out of chunks at once.
     last_chunk: the chunk that completes each group, or each weight to quantise. `NO_CHUNK` for a group without needs.
         `agree_on_last_chunks` sets it.
     """
@@ -74,7 +73,6 @@ class Arrivals:
         self.model, self.traced, self.source = model, traced, source
         self.locations = [chunk.locations for chunk in message.chunks]
         self._frozen = message.frozen
-        self.copy_programs = source.copy_programs
         gpu = describe_device(model.device)[1]
         nearest = next((rank for rank, _, _, row in message.storages if gpu and row.get("gpu_uuid") == gpu), None)
         self.ops = grouped(copy_ops(self._direct_copies(), self.locations, nearest), lambda op: op.param)
@@ -234,7 +232,7 @@ class InPlace(LoadPath):
                     copies[op.chunk].append((target, seen, op.rank))
                     self._nbytes[op.chunk] += seen.numel() * seen.element_size()
         self._group_of = {chunk: number for number, chunk in enumerate(copies)}
-        self._copies = BatchedCopy(*copies.values(), programs=self._arrivals.copy_programs)
+        self._copies = BatchedCopy(*copies.values(), programs=arrivals.source.copy_programs)
         constants = paddings(self._model.pristine(), traced.trace)
         self._constants = [
             (fill, live[fill.param].data) for fill in constants if self._arrivals.takes_in_place(fill.param)

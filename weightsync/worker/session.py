@@ -25,18 +25,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from weightsync import telemetry
-from weightsync.errors import (
-    ConfigError,
-    EngineAsleepError,
-    EngineBusyError,
-    EngineError,
-    FencedError,
-    ProtocolError,
-    SyncTimeoutError,
-    WeightSyncError,
-    wrap_exception,
-)
+from weightsync import errors, telemetry
 from weightsync.net import timeouts, wire
 from weightsync.net.connection import Connection, dial
 from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
@@ -94,7 +83,7 @@ class WorkerSession:
                 return
             is_met = self._meet(told)
         except Exception as error:
-            problem = wrap_exception(error, who=self._name, phase="init")
+            problem = errors.wrap_exception(error, who=self._name, phase="init")
             logger.error("%s cannot connect to a trainer: %s", self._name, problem)
             # There is no connection for the error. The last worker's answer has no other answer behind it in a queue.
             identity = self._model.identity
@@ -141,7 +130,7 @@ class WorkerSession:
     def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
         if self._has_met(info.session):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"engine {self._trainer.engine} and engine {info.engine} are one engine, under two names or addresses: "
                 "list each engine once"
             )
@@ -155,14 +144,14 @@ class WorkerSession:
         if self._fence and self._place.rank == 0:
             note_session(self._fence, info.session)
 
-    def _tell(self, connection: Connection, error: BaseException, phase: str) -> WeightSyncError:
+    def _tell(self, connection: Connection, error: BaseException, phase: str) -> errors.WeightSyncError:
         """Tell a trainer of a failure, if it is still connected. Return the error as a `WeightSyncError`."""
-        problem = wrap_exception(error, who=self._name, phase=phase)
-        with suppress(WeightSyncError):  # the trainer is gone
+        problem = errors.wrap_exception(error, who=self._name, phase=phase)
+        with suppress(errors.WeightSyncError):  # the trainer is gone
             connection.send(wire.Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
         return problem
 
-    def _held_by_another(self, process: str, pong_s: float) -> EngineBusyError | None:
+    def _held_by_another(self, process: str, pong_s: float) -> errors.EngineBusyError | None:
         """Return the reason why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
 
         The trainer holding the engine gets `pong_s` to show that it is alive.
@@ -172,7 +161,7 @@ class WorkerSession:
             boot, pid = self._trainer.process.split(":")[:2]
             where = "engine's host" if boot == boot_id() else "host of the trainer"
             way = "" if process == self._trainer.process else f", or stop its process, {pid} on the {where}"
-            return EngineBusyError(
+            return errors.EngineBusyError(
                 f"another trainer is connected to this engine, or another WeightSync of this trainer: close it{way}",
                 who=self._name,
             )
@@ -183,7 +172,7 @@ class WorkerSession:
         # captured the addresses of the parameters.
         if writers and process != self._trainer.process and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
-            return EngineBusyError(
+            return errors.EngineBusyError(
                 "a trainer has this engine's memory mapped, does not answer, and may still write there: end its "
                 f"processes first ({pids})",
                 who=self._name,
@@ -194,7 +183,7 @@ class WorkerSession:
         """Take the engine from its trainer, if there is one."""
         if self._connection is not None:
             # A trainer whose answer was changed on the way has answered.
-            self._tell(self._connection, self._connection.broken or FencedError(TAKEN_OVER), "")
+            self._tell(self._connection, self._connection.broken or errors.FencedError(TAKEN_OVER), "")
         self.close()
 
     def _take_memory_back(self) -> None:
@@ -208,7 +197,7 @@ class WorkerSession:
         """Raise if the weights are a mixture, so that the engine does not answer from them."""
         if self.receiver.state == wire.POISONED:
             self.has_refused = True
-            raise EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
+            raise errors.EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
 
     def start(self) -> None:
         """Note that the trainer will push. Do nothing else: no step here may fail on some workers only."""
@@ -279,7 +268,7 @@ class WorkerSession:
         while True:
             try:
                 return connection.receive(self._deadline(), phase)
-            except SyncTimeoutError:
+            except errors.SyncTimeoutError:
                 patience -= 1
                 if (
                     connection.reported()
@@ -294,7 +283,7 @@ class WorkerSession:
 
     def _answer(self, message: wire.Message, wait: Wait, tell: Tell) -> wire.Message:
         if not isinstance(message, wire.Commit) and self._model.is_asleep():
-            raise EngineAsleepError(
+            raise errors.EngineAsleepError(
                 'the engine\'s weights are asleep, and nothing was written. Call wake_up(tags=["weights"]) before a '
                 'push, and wake_up(tags=["kv_cache"]) after it'
             )
@@ -326,7 +315,7 @@ class WorkerSession:
                 committed = wire.Committed(message.version, self.receiver.commit(message.version))
                 telemetry.engine_serves(self._model.identity.name, message.version, loaded)
                 return committed
-        raise ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
+        raise errors.ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
 
     @contextmanager
     def _attended(self) -> Iterator[None]:
