@@ -28,7 +28,7 @@ from weightsync.transports.base import TransportReceiver, strided
 from weightsync.worker.checkpoint_quantize import quantised
 from weightsync.worker.engine_model import DRAFTER, EngineModel, largest_of_all
 from weightsync.worker.fused_quantize import AnyForm, Recipe, pieces_of
-from weightsync.worker.load_planner import FUSED_QUANTIZE, IN_PLACE, NATIVE_LOADER, RELOAD, TracedLoad
+from weightsync.worker.load_planner import FUSED_QUANTIZE, NATIVE_LOADER, RELOAD, TracedLoad
 from weightsync.worker.module_groups import LiveTensor, ModuleGroup, live_tensor, parameters_of
 from weightsync.worker.reload import Reload, given_memory
 from weightsync.worker.trace import named_tensors, paddings
@@ -57,6 +57,7 @@ class Arrivals:
     locations: the place of each region, for each chunk.
     ops: the copies into each parameter, without parameters loaded by the engine's loader itself.
     whole_ops: the copies to put each tensor for the engine's loader together.
+    fills: the constants set by the loader, by parameter.
     last_chunk: the chunk that completes each group, or each weight to quantise. `NO_CHUNK` for a group without needs.
         `agree_on_last_chunks` sets it.
     """
@@ -77,6 +78,7 @@ class Arrivals:
         nearest = next((rank for rank, _, _, row in message.storages if gpu and row.get("gpu_uuid") == gpu), None)
         self.ops = grouped(copy_ops(self._direct_copies(), self.locations, nearest), lambda op: op.param)
         self.whole_ops = grouped(copy_ops(self._whole_copies(), self.locations, nearest), lambda op: op.param)
+        self.fills = grouped(traced.trace.fills, lambda fill: fill.param)
         self.weights = [Weight(group, recipe) for group in self.groups(FUSED_QUANTIZE) for recipe in group.all_recipes]
         self._needed: dict[ModuleGroup | Weight, Sequence[CopyOp]] = {
             group: self._needs(group, path) for group, path in traced.load_path.items() if path != FUSED_QUANTIZE
@@ -179,12 +181,9 @@ class LoadPath(ABC):
     Any step that may fail on one worker alone happens before `bind`. Workers wait for each other in `bind`.
     """
 
-    name: str
-
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
         self._model = arrivals.model
-        self._groups = arrivals.groups(self.name)
 
     def bind(self) -> None:
         """Prepare the steps that depend on all workers' chunks. Collective among workers with shared scales."""
@@ -216,8 +215,6 @@ class LoadPath(ABC):
 
 class InPlace(LoadPath):
     """Copies into live parameters and buffers as they are."""
-
-    name = IN_PLACE
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
@@ -260,8 +257,6 @@ class FusedQuantize(LoadPath):
     A weight is put together first in two cases. Its rows or blocks do not come whole, or rows with one scale come in
     several chunks.
     """
-
-    name = FUSED_QUANTIZE
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
@@ -322,7 +317,7 @@ class FusedQuantize(LoadPath):
         if weight not in self._fresh:
             recipe = weight.recipe
             self._fresh[weight] = torch.empty(recipe.shape, dtype=recipe.wide, device=self._model.device)
-            for fill in self._arrivals.traced.fills.get(weight.param, ()):
+            for fill in self._arrivals.fills.get(weight.param, ()):
                 fill.apply(self._fresh[weight])
         return self._fresh[weight]
 
@@ -362,10 +357,12 @@ class FusedQuantize(LoadPath):
 class _Reloading(LoadPath):
     """The common part of the two load paths with post-processing."""
 
+    name: str
     _pieces: Mapping[int, object]  # each chunk's pieces of these groups
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
+        self._groups = arrivals.groups(self.name)
         self._open: dict[ModuleGroup, Reload] = {}
 
     def bind(self) -> None:
@@ -382,8 +379,7 @@ class _Reloading(LoadPath):
 
     def _reload(self, group: ModuleGroup) -> Reload:
         if group not in self._open:
-            fills = self._arrivals.traced.fills
-            own = [fill for param in group.params for fill in fills.get(param, ())]
+            own = [fill for param in group.params for fill in self._arrivals.fills.get(param, ())]
             self._open[group] = Reload(group, own, self._model)
         return self._open[group]
 

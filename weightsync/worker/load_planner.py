@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import partial
 from posixpath import commonpath
 
 import torch
@@ -26,7 +26,7 @@ from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, fin
 from weightsync.worker.placement import place
 from weightsync.worker.probe_load_paths import choose_load_paths
 from weightsync.worker.repeated_layers import trace_by_example
-from weightsync.worker.trace import Feed, Fill, Trace, named_tensors, run_loader, trace_loader, uncovered, writers
+from weightsync.worker.trace import Feed, Trace, named_tensors, run_loader, trace_loader, uncovered, writers
 
 IN_PLACE, FUSED_QUANTIZE, RELOAD, NATIVE_LOADER = LOAD_PATHS = ("in_place", "fused_quantize", "reload", "native_loader")
 
@@ -56,11 +56,6 @@ class TracedLoad:
     load_path: Mapping[ModuleGroup, str]
     group_of: Mapping[str, ModuleGroup]
     sources: Mapping[ModuleGroup, Sequence[str]]
-
-    @cached_property
-    def fills(self) -> Mapping[str, Sequence[Fill]]:
-        """The constants set by the loader, by parameter."""
-        return grouped(self.trace.fills, lambda fill: fill.param)
 
 
 class LoadPlanner:

@@ -217,14 +217,14 @@ def uncovered(model: nn.Module, trace: Trace) -> tuple[dict[str, list[Box]], dic
 def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
     """Return the constants of `trace` in regions without a copy."""
     found: list[Fill] = []
-    tensors = named_tensors(model)
-    for name in dict.fromkeys(fill.param for fill in trace.fills):
+    tensors, copies = named_tensors(model), grouped(trace.copies, lambda copy: copy.param)
+    for name, fills in grouped(trace.fills, lambda fill: fill.param).items():
         shape, start = _rows_first(tensors[name])
-        copied = [box for copy in trace.copies if copy.param == name for box in _param_boxes(tensors[name], copy)]
+        copied = [box for copy in copies.get(name, ()) for box in _param_boxes(tensors[name], copy)]
         holes = coverage(shape, copied)[0]
         steps = row_major(shape)
-        for fill in trace.fills:
-            boxes = _fill_boxes(tensors[name], fill) if fill.param == name else []
+        for fill in fills:
+            boxes = _fill_boxes(tensors[name], fill)
             for part in [part for box in boxes for hole in holes if (part := hole.intersect(box)) is not None]:
                 offset = start + sum(at * step for at, step in zip(part.start, steps, strict=True))
                 found.append(Fill(name, offset, part.size, steps, fill.value))
