@@ -100,7 +100,7 @@ class QuantizingSource(SteadySource):
                 # boxes.
                 if box.start[1] == 0 and not self._selection.excludes(scale.name):
                     rows = Box((box.start[0], 0), (box.size[0], 1))
-                    compute = partial(self._scale_of, meta.name, box)
+                    compute = partial(self._scale, meta.name, box)
                     found.append(TensorShard(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
         return found
 
@@ -156,13 +156,11 @@ class QuantizingSource(SteadySource):
         weight = self._read(self._held[name][box])
         return self._form.values(weight, self._scale(name, box, weight))
 
-    def _scale_of(self, name: str, box: Box) -> torch.Tensor:
-        known = self._scales.get((name, box))
-        return self._scale(name, box, self._read(self._held[name][box])) if known is None else known
-
-    def _scale(self, name: str, box: Box, weight: torch.Tensor) -> torch.Tensor:
+    def _scale(self, name: str, box: Box, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the scales of these rows. `weight`: the rows, if they have been read."""
         if (name, box) not in self._scales:  # of whole rows: `gather` finds the scales of cut rows
-            self._scales[name, box] = self._form.scale(row_maxima(weight))
+            rows = self._read(self._held[name][box]) if weight is None else weight
+            self._scales[name, box] = self._form.scale(row_maxima(rows))
         return self._scales[name, box]
 
 

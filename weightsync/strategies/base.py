@@ -81,9 +81,6 @@ class UpdateStrategy(Recovery, ABC):
         """
 
     @abstractmethod
-    def reset(self, error: WeightSyncError) -> None: ...
-
-    @abstractmethod
     def close(self) -> None:
         """Release engines and memory."""
 

@@ -107,7 +107,10 @@ class LoraTransport:
 
 
 class LoraAdapters(UpdateStrategy):
-    """The strategy: each push loads a new adapter into every engine. Rank 0 has the folder and calls the engines."""
+    """The strategy: each push loads a new adapter into every engine. Rank 0 has the folder and calls the engines.
+
+    A failed push has unloaded its adapter itself, so there is nothing to `reset`.
+    """
 
     def __init__(self, options: Options, source: ModuleSource, transport: LoraTransport) -> None:
         self._options = options
@@ -145,9 +148,6 @@ class LoraAdapters(UpdateStrategy):
     @property
     def engines(self) -> EngineList:
         return self._options.engines
-
-    def reset(self, error: WeightSyncError) -> None:
-        """Leave the engines unchanged: `run` has unloaded the failed adapter itself."""
 
     def close(self) -> None:
         """Unload and remove adapters in memory. Adapters in a user's folder stay, in the folder and in the engines."""

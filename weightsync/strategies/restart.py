@@ -21,7 +21,7 @@ from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
 from weightsync.config import check_count
 from weightsync.engines.server import VllmServer
-from weightsync.errors import ConfigError, UnsupportedError, WeightSyncError
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.fleet import connect
 from weightsync.fleet.engines_of_ranks import OtherRanks
 from weightsync.net.update import Update
@@ -153,9 +153,6 @@ class SaveAndRestart(UpdateStrategy):
             self._finite.warn(update, version, self._finite.look())
             pushed: PushReport = ranks.broadcast(report, "restart", PushReport, away_s)
         return pushed
-
-    def reset(self, error: WeightSyncError) -> None:
-        """Leave the server as it is: serving the earlier version, or ended."""
 
     def close(self) -> None:
         """Release the folder. Leave the server running: it is the user's."""
