@@ -97,7 +97,8 @@ class Ranks:
         self.cleanup: UninterruptedWork[WeightSyncError] | None = None
         """The work that ends a failed step. None: no step is open."""
         self._calls = 0
-        self._kept = ""  # rank 0's random name for the state that all ranks have kept after a refusal
+        self.kept = ""
+        """Rank 0's random name for the state that all ranks have kept after a refusal. "": no state is kept."""
         self._may_keep = False  # every rank has entered this step with its state of earlier steps
         self._has_heard = False  # the last call has raised the failure of a call that other ranks had ended before
 
@@ -130,7 +131,7 @@ class Ranks:
             begun = self.broadcast(_Begun(bool(lost), call), phase, _Begun)
         self._has_heard = not all(connection.is_open() for connection in self.connections)
         self._may_keep = not begun.is_new or self._know_each_other(phase)
-        self._kept = ""
+        self.kept = ""
         if call.refused:
             raise ConfigError(call.refused)
         if call.what() != begun.call.what():
@@ -169,7 +170,7 @@ class Ranks:
         Raises `ConfigError`, on rank 0, when another rank has other options. Such ranks would take different steps, and
         a later failure would name another cause.
         """
-        everyone = self.gather((self._kept, self._options), phase, tuple[str, dict[str, str]])
+        everyone = self.gather((self.kept, self._options), phase, tuple[str, dict[str, str]])
         for rank, (_, theirs) in enumerate(everyone):
             if other := [name for name, ours in self._options.items() if theirs.get(name) != ours]:
                 found, expected = (
@@ -178,7 +179,7 @@ class Ranks:
                 raise ConfigError(
                     f"trainer rank {rank} was given {found}, and rank 0 {expected}: give every rank the same options"
                 )
-        is_kept = bool(self._kept) and all(kept == self._kept for kept, _ in everyone)
+        is_kept = bool(self.kept) and all(kept == self.kept for kept, _ in everyone)
         return bool(self.broadcast(is_kept, phase, bool))
 
     def gather(
@@ -248,13 +249,8 @@ class Ranks:
         agreed = self._verdict(error, deadline) if self.rank and self._peers else error
         if "calls" in agreed.facts:
             self._calls = 0  # on every rank
-        self._kept = "".join(agreed.facts.get("kept", ()))
+        self.kept = "".join(agreed.facts.get("kept", ()))
         return agreed
-
-    @property
-    def kept(self) -> bool:
-        """Whether this rank's state and the connections to engines are kept after the refused step."""
-        return bool(self._kept)
 
     def _name_silent(self, error: WeightSyncError) -> None:
         """Add the silent ranks to an error that blames rank 0. Rank 0 runs this, so the error is wrong about it."""
@@ -307,7 +303,7 @@ class Ranks:
     def disconnect(self) -> None:
         """Close all connections. The next `begin` makes new ones."""
         self.part()
-        self._kept = ""
+        self.kept = ""
         if self.listener is not None:
             self.listener.close()
         self.listener = None

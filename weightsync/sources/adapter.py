@@ -55,7 +55,8 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
     _check(config, base_is_pushed)
     if not base_is_pushed:
         _refuse_trained(model)
-    held = _factors(source, layers, name, _scaling(config))
+    scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+    held = _factors(source, layers, name, float(scaling))
     metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
     shards = [TensorShard(metas[name], box, view) for name, one in held.items() for box, view in one.parts]
     return Reading(Manifest(tuple(metas.values())), shards), config
@@ -80,7 +81,7 @@ def _factors(source: ModuleSource, layers: _Layers, name: str, expected: float) 
     for prefix, adapter in layers:
         if name not in adapter.names():
             continue
-        if (found := adapter.scaling(name)) != expected:
+        if (found := float(adapter.layer.scaling[name])) != expected:
             refused[prefix.rstrip(".")] = (
                 f"its scaling is {found:g}, expected the config's {expected:g}; another scaling by `rank_pattern`, "
                 "`alpha_pattern` or `set_scale` is not covered"
@@ -182,7 +183,3 @@ def _check(config: Any, base_is_pushed: bool) -> None:
             f"an engine cannot serve this adapter: {'; '.join(reasons)}. Choose another transport: it merges the "
             "adapter into the weights"
         )
-
-
-def _scaling(config: Any) -> float:
-    return float(config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r))

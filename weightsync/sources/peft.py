@@ -267,10 +267,6 @@ class AddedProducts(Adapter):
             return {"lora_A": layer.lora_A[name], "lora_B": layer.lora_B[name]}
         return {"lora_embedding_A": layer.lora_embedding_A, "lora_embedding_B": layer.lora_embedding_B}
 
-    def scaling(self, name: str) -> float:
-        """Return the multiplier of the product of the factors of adapter `name`."""
-        return float(self.layer.scaling[name])
-
     def _factors(self, name: str) -> list[torch.Tensor]:
         """Return this rank's A and B of an adapter."""
         found: list[Any] = [*self.factors(name).values()]

@@ -100,10 +100,6 @@ class TransferSession:
             return None
         return WHOLE if self.verify == "full" else self.pushes
 
-    def prepare_push(self) -> int:
-        """Return the digest of this rank's sample of the bytes read in place."""
-        return self.transport.prepare_push(self.place_sample)
-
     def connect(self, update: Update, tensors: LocalTensors, fleet: Fleet | None) -> None:
         """Connect transport and workers, and compare digests of the bytes read in place. Collective.
 
@@ -184,7 +180,7 @@ class Sessions:
 
     def prepare_push(self) -> list[int]:
         """Return the digest of each session's sample of this rank's bytes read in place."""
-        return [session.prepare_push() for session in self.negotiated]
+        return [session.transport.prepare_push(session.place_sample) for session in self.negotiated]
 
     def choose(
         self, holds: bool, handles: Sequence[EngineHandle], joining: Sequence[EngineHandle] | None
