@@ -77,10 +77,10 @@ class WeightSyncError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.to_fields())
 
-    def to_fields(self) -> ErrorFields:
-        """Return the error in its form for the wire."""
+    def to_fields(self, **facts: Any) -> ErrorFields:
+        """Return the error in its form for the wire, with further facts."""
         text = self.message.encode(errors="replace").decode()  # other programs may put lone surrogates into a text
-        return ErrorFields(type(self).__name__, text, self.who, self.phase, self.facts)
+        return ErrorFields(type(self).__name__, text, self.who, self.phase, self.facts | facts)
 
 
 class ConfigError(WeightSyncError, ValueError):

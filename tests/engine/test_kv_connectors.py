@@ -104,6 +104,7 @@ def push_with_a_store(engines: Engines, folder: Path) -> None:
             ResettableStore.answer = answer
             with pytest.raises(EngineError, match=words):
                 sync.push(model)
+            assert "this engine does not answer: it is POISONED" in engines.refusal()
         if hasattr(engines.llm, "get_weight_version"):  # from vLLM 0.27 on
             assert engines.llm.get_weight_version().startswith("POISONED")
         ResettableStore.answer = True

@@ -13,7 +13,7 @@ from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_m
 from recorders import RecordedEngine
 from torch import nn
 
-from weightsync import ConfigError, WeightSync
+from weightsync import ConfigError, EngineError, WeightSync, WeightSyncError
 from weightsync.errors import EngineAsleepError
 from weightsync.net.wire import CLEAN
 
@@ -178,3 +178,31 @@ def test_push_that_would_leave_two_versions_to_share_keys_and_values_is_refused(
             sync.push(trainer_model(checkpoint(2)))
     assert all(serves(engine, 1 if words else 2) for engine in engines)
     assert not words or {call for engine in engines for call in engine.calls} == {"init"}
+
+
+@pytest.mark.parametrize("rolling", [None, True])
+def test_engine_whose_caches_were_not_reset_answers_nothing_before_a_push_heals_it(
+    engines: list[RecordedEngine], rolling: bool | None
+) -> None:
+    reset = engines[1].reset_caches
+
+    def fail() -> None:
+        raise EngineError("the caches were not reset")
+
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engines, rolling=rolling, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        engines[1].reset_caches = fail  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="the caches were not reset"):
+            sync.push(fill(model, 3))
+        engines[1].reset_caches = reset  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="does not answer: it is POISONED"):
+            engines[1].hosts[0].check_before_answer()
+        if rolling:  # updated before, or not yet
+            engines[0].hosts[0].check_before_answer()
+        sync.push(fill(model, 2))
+        with pytest.raises(WeightSyncError):
+            sync.push(nn.Linear(2, 2))  # a failure that poisons nothing
+    assert all(serves(engine, 2) and state(engine) == CLEAN for engine in engines)
+    for engine in engines:
+        engine.hosts[0].check_before_answer()

@@ -333,9 +333,11 @@ class Fleet:
         mixed = [one for one in held if is_dirty and (one.is_dirty or one.is_poisoned)]
         self._enter(UpdateState.FAILED)
         everyone = [worker for one in self.handles for worker in one.workers]
+        spoilt = [worker for one in mixed for worker in one.workers]
         for worker in everyone:
             with suppress(WeightSyncError):  # the worker is gone
-                worker.connection.send(wire.Failure(error.to_fields()), deadline, "fail")
+                fields = error.to_fields(poisoned=[]) if worker in spoilt else error.to_fields()
+                worker.connection.send(wire.Failure(fields), deadline, "fail")
         # Otherwise a worker that is connecting would wait for its admission, and block its engine.
         self._listener.close()
         join([*self._calls.running, *self._calls.changes], silent, deadline)

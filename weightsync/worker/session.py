@@ -60,6 +60,8 @@ class WorkerSession:
         """The processes with write access to the parameters."""
         self.has_refused = False
         """Whether the model has refused to answer since this was last set to False."""
+        self._committed_over: Connection | None = None
+        """The connection of the last commit. None once the model has answered: its caches were reset before."""
         model.guard_forward(self._check_whole)
         telemetry.engine_serves(model.identity.name, self.receiver.version)
 
@@ -97,6 +99,7 @@ class WorkerSession:
         """Connect to the trainer, unless it is connected. Return whether it has the engine now."""
         if self._has_met(info.session) and self._trainer.engine == info.engine:
             return True
+        self._look_back()
         self._place = self._model.identity.in_engine(info.cores)
         device, gpu_uuid = describe_device(self._model.device)
         hello = wire.Hello(
@@ -193,8 +196,17 @@ class WorkerSession:
             self.receiver.take_back()
         self._mapped_by.clear()
 
+    def _look_back(self) -> None:
+        """Become POISONED if the trainer has failed after the last commit, and may not have reset the caches."""
+        connection, self._committed_over = self._committed_over, None
+        if connection is not None:
+            connection.is_open()  # reads what has arrived
+            if (problem := connection.reported()) is not None and "poisoned" in problem.facts:
+                self.receiver.state = wire.POISONED
+
     def _check_whole(self) -> None:
-        """Raise if the weights are a mixture, so that the engine does not answer from them."""
+        """Raise if the weights are a mixture, or the caches of other weights, so that the engine does not answer."""
+        self._look_back()
         if self.receiver.state == wire.POISONED:
             self.has_refused = True
             raise errors.EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
@@ -314,6 +326,7 @@ class WorkerSession:
                 loaded = self.receiver.loaded
                 committed = wire.Committed(message.version, self.receiver.commit(message.version))
                 telemetry.engine_serves(self._model.identity.name, message.version, loaded)
+                self._committed_over = self._connection
                 return committed
         raise errors.ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
 
