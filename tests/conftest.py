@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -37,11 +38,18 @@ hypothesis.settings.load_profile("weightsync")
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, Any, Any]:
+    """Fork xdist's workers from one zygote. Without a GPU, as no process forks once it has used CUDA."""
+    with zygote.forking(not Path("/dev/nvidiactl").exists()):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Do not look for garbage in all that test modules import, neither now nor later."""
     gc.disable()
     found = yield
-    gc.freeze()
+    zygote.freeze()
     atexit.register(gc.unfreeze)  # or libraries report as leaked what is frozen
     gc.enable()
     return found
@@ -51,7 +59,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fork what a test with an engine starts, its fixtures' processes included, and what one starts that is marked."""
     if not any(item.get_closest_marker(name) for name in ("engine", "forks")):
-        return (yield)
+        with zygote.forking(False):  # xdist's workers were forked, and fork
+            return (yield)
     import torch
 
     with zygote.forking(not torch.cuda.is_available()):  # no process forks once it has used CUDA

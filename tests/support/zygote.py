@@ -10,9 +10,9 @@ child of its own, with its own arguments, environment, working directory, files,
           |-- zygote         forked from the server before the server had threads
           `-- engine's core  forked from the zygote above
 
-Which processes: `python -m` with a module of weightsync or vLLM, Ray's workers (`ray_workers.py`), and the children of
-multiprocessing's "spawn". A zygote forks while it has one thread. It ends when its parent has closed the socket between
-them.
+Which processes: `python -m` with a module of weightsync or vLLM, Ray's workers (`ray_workers.py`), the children of
+multiprocessing's "spawn", and the workers of pytest-xdist. A zygote forks while it has one thread. It ends when its
+parent has closed the socket between them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ IMPORTED = (
 READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "TRANSFORMERS_")
 """Beginnings of environment variables. A process with other values of these than the zygote has is started afresh."""
 FLAGS = ("-B", "-u")  # of Python
+PROGRAMS = ("from multiprocessing.spawn import spawn_main", "import sys;exec(eval(sys.stdin.readline()))")
+"""Beginnings of what `python -c` gets from multiprocessing's "spawn" and from execnet, which starts xdist's workers."""
 RAY_WORKER = "ray._private.workers.default_worker"
 IN_RAY = "vllm.v1.executor.ray_utils"
 """The module by which vLLM decides whether its workers are Ray's."""
@@ -67,6 +69,7 @@ FIRST_FREE_FD = 512
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _prctl = ctypes.CDLL(None).prctl
 _fork_exec = _posixsubprocess.fork_exec
+freeze = gc.freeze  # `main` replaces it
 
 
 class _Zygote:
@@ -136,7 +139,7 @@ def _can_fork(argv: Sequence[str]) -> bool:
     way, what, *_ = (word for word in (*argv[1:], "", "") if word not in FLAGS)
     if way == "-m":
         return what == RAY_WORKER or what.partition(".")[0] in ("weightsync", "vllm")
-    return way == "-c" and what.startswith("from multiprocessing.spawn import spawn_main")
+    return way == "-c" and what.startswith(PROGRAMS)
 
 
 def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
