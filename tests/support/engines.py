@@ -302,7 +302,7 @@ def options_of(checkpoint: Path) -> dict[str, Any]:
         "dtype": "bfloat16",
         "enforce_eager": True,
         "max_model_len": 256,
-        "kv_cache_memory_bytes": 64 * 2**20,
+        "kv_cache_memory_bytes": 16 * 2**20,
         "gpu_memory_utilization": 0.1,  # what has to be free as it starts: others may be on the same GPU
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
