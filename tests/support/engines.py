@@ -29,6 +29,7 @@ from unittest import mock
 
 import tiny_models
 import torch
+import zygote
 from engine_state import State, differing, state_of
 from ranks import FORKSERVER
 
@@ -201,7 +202,7 @@ class Engines:
     def start(self, checkpoint: Path, **options: Any) -> None:
         """Start an `LLM`, `self.llm`, after ending the one that runs."""
         self.end()
-        gc.freeze()  # vLLM collects garbage five times as it starts, and would look through all that is imported
+        zygote.freeze()  # or each end of an engine looks through all that the process has imported since the zygote
         try:
             self.llm = self._vllm.LLM(**in_this_process({**self.options(checkpoint), **options}))
         finally:
