@@ -43,7 +43,7 @@ class Pair:
     def __init__(self, engines: Engines, weights: str) -> None:
         self._sampling = engines.sampling
         # Left as they are, weights can be shared with a trainer.
-        plain = {"block_size": 32, "quantization": "weightsync_plain"}
+        plain = {"block_size": 32, "quantization": "weightsync_plain", "worker_extension_cls": "patient_nixl.Pauses"}
         options = {**engines.options(engines.checkpoint("qwen3", weights)), **plain}
         self.both = [self._start(options, role) for role in ("kv_producer", "kv_consumer")]
 
