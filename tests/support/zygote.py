@@ -117,6 +117,7 @@ def _start(*arguments: Any) -> int:
         return _fork_exec(*arguments)
     if _zygote is None:
         _zygote = _Zygote(_start_zygote())
+        atexit.register(_zygote.requests.close)  # or Python warns of it as the process ends
     is_of_parent = _zygote.owner != os.getpid()  # in a process that this one's parent has forked otherwise
     if is_of_parent or _read_by_imports(environment) != _read_by_imports(_zygote.environment):
         return _fork_exec(*arguments)
