@@ -123,6 +123,8 @@ class StandIns:
     """A fleet of workers with these frames as their answers."""
 
     host = "10.0.0.1"
+    handles = ()
+    """Engines that share keys and values with others; none here."""
 
     def __init__(self, frames: Sequence[bytes]) -> None:
         self.frames, self.request_bytes = frames, 0
@@ -158,7 +160,7 @@ def measure(parallel: str, ranks: int, layers: int) -> dict[str, Any]:
     base, begin = added_mib(), time.process_time()
     inventories = [decode(frame[4:]).read(Inventory) for frame in told]  # type: ignore[attr-defined]
     read = time.process_time()
-    options: Any = SimpleNamespace(selection=TensorSelection(), quantize=None, source=None)
+    options: Any = SimpleNamespace(selection=TensorSelection(), quantize=None, source=None, pause="keep", rolling=False)
     bucketer = open_bucketer("threshold", None)
     plan = compile_plan(fleet, own, inventories, open_transport("broadcast"), bucketer, options)  # type: ignore[arg-type]
     merged = time.process_time()
