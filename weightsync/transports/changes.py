@@ -32,6 +32,8 @@ HEAD_BYTES = 24
 WHOLE = -1
 """The length in a head without a body."""
 _PARTS = 8
+_QUEUED = 3
+"""Parts being compared at once. A GPU compares them while the workers are told to begin. More would delay that."""
 _ROOM = 4
 """The bytes of a part for each byte of room for its changes. Each changed word takes three."""
 _BODIES = 3
@@ -224,13 +226,13 @@ class Bases:
         """Forget the comparisons whose changes have not been found."""
         self._counting.clear()
 
-    def compare(self, number: int, sample: int | None) -> None:
-        """Begin to compare a part before `find`, if all its tensors are compared in place."""
-        part = self.parts[number]
-        if self._packed.isdisjoint(part.chunks):
-            for finder in part.finders.values():
-                finder.compare(0, NONE if sample is None else sample)
-            self._counting[number] = {chain: _begin_to_read(finder.words) for chain, finder in part.finders.items()}
+    def compare(self, first: int, sample: int | None) -> None:
+        """Begin to compare part number `first` and some after it. Those with chunks in slots are left to `find`."""
+        for number, part in enumerate(self.parts[first : first + _QUEUED], first):
+            if number not in self._counting and self._packed.isdisjoint(part.chunks):
+                for finder in part.finders.values():
+                    finder.compare(0, NONE if sample is None else sample)
+                self._counting[number] = {chain: _begin_to_read(finder.words) for chain, finder in part.finders.items()}
 
     def find(self, number: int, sample: int | None, free: Callable[[], None]) -> list[Found]:
         """Find the changes of a part along each chain, and make the bases equal. Waits for the comparison.
@@ -244,8 +246,7 @@ class Bases:
             return self._find_in_slots(part, sample, free)
         for chunk in part.chunks:
             self._packer.gather(chunk)
-        if number not in self._counting:
-            self.compare(number, sample)
+        self.compare(number, sample)
         sizes = {}
         for chain, count in self._counting.pop(number).items():
             size = table_bytes(part.finders[chain].tiles) + 3 * count()

@@ -235,8 +235,7 @@ class ChangeSender(Sender):
             return
         self._begun = True
         if not self._computes:  # else the ranks gather together, which must be in the order of `send`
-            for part in range(len(self._bases.parts)):
-                self._bases.compare(part, sample)
+            self._bases.compare(0, sample)
 
     def note_loaded(self) -> None:
         self._choice.note_loaded(self._tried, self._were_sent)
