@@ -12,6 +12,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, col
 from ranks import run_ranks
 
 from weightsync import ConfigError, LoraTransport, SyncTimeoutError, WeightSync, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.net.ranks import CollectiveCall, Ranks
 
 RANKS = 3
@@ -97,6 +98,7 @@ def test_all_ranks_out_of_step_are_named() -> None:
 
 
 def _all_otherwise(rank: int) -> None:
+    timeouts.RANK_ANSWER_S = LONG_S  # a busy machine may take a second for a call
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
     model = trainer_model(checkpoint(2))
     with WeightSync("fsdp", "ipc", engine, timeout_s=LONG_S) as sync:

@@ -72,7 +72,7 @@ def opened(keep: contextlib.ExitStack) -> Listener:
 class Admission:
     """A hub that waits for one worker, in a thread."""
 
-    def __init__(self, listener: Listener, timeout_s: float = 20.0) -> None:
+    def __init__(self, listener: Listener, timeout_s: float = 60.0) -> None:
         self.listener, self.timeout_s = listener, timeout_s
         self.connection: Connection | None = None
         self.error: WeightSyncError | None = None
@@ -86,7 +86,7 @@ class Admission:
             self.error = error
 
     def outcome(self) -> Connection:
-        self.thread.join(30)
+        self.thread.join(self.timeout_s + 10)
         if self.error is not None:
             raise self.error
         assert self.connection is not None
@@ -98,7 +98,7 @@ def address(listener: Listener) -> tuple[str, int]:
 
 
 def arrive(listener: Listener, keep: contextlib.ExitStack) -> Connection:
-    connection = dial(*address(listener), listener.token, HELLO, "trainer rank 0", Deadline(20))
+    connection = dial(*address(listener), listener.token, HELLO, "trainer rank 0", Deadline(60))
     keep.callback(connection.close)
     return connection
 
@@ -415,7 +415,7 @@ def test_a_recorded_handshake_is_of_no_use(listener, keep):
 
 def test_an_answer_cannot_be_reflected(listener, keep):
     """Someone without the token lets the hub answer a greeting, and sends the proof back as his own."""
-    admission = Admission(listener, 1.0)
+    admission = Admission(listener, 3.0)
     sock = knock(listener, keep)
     sock.sendall(greeting(listener._key))
     proof = sock.recv(ANSWER_BYTES, socket.MSG_WAITALL)[authentication.GREETING_BYTES :]
@@ -431,13 +431,14 @@ def test_an_answer_cannot_be_reflected(listener, keep):
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_a_flood_of_strangers_keeps_nobody_out(listener, keep, greets):
-    """A thousand connect, and say nothing more, before and while a worker comes in and answers."""
+def test_a_flood_of_strangers_keeps_nobody_out(listener, keep, greets, monkeypatch):
+    """Hundreds connect, and say nothing more, before and while a worker comes in and answers."""
+    monkeypatch.setattr(timeouts, "GREETING_S", 60.0)  # on a busy machine each stranger takes a while
     strangers: list[socket.socket] = []
     over = threading.Event()
 
     def flood() -> None:
-        while not over.is_set() and len(strangers) < 1000:
+        while not over.is_set() and len(strangers) < 400:
             with contextlib.suppress(OSError):
                 sock = socket.create_connection(address(listener), timeout=1)
                 strangers.append(sock)
@@ -451,8 +452,8 @@ def test_a_flood_of_strangers_keeps_nobody_out(listener, keep, greets):
     thread.start()
     try:
         ours, theirs = met(listener, keep)
-        threading.Timer(0.5, theirs.send, (Commit(1), Deadline(20), "test")).start()
-        assert listener.collect([ours], Commit, Deadline(20), "test") == [Commit(1)]
+        threading.Timer(0.5, theirs.send, (Commit(1), Deadline(60), "test")).start()
+        assert listener.collect([ours], Commit, Deadline(60), "test") == [Commit(1)]
     finally:
         over.set()
         thread.join(20)
