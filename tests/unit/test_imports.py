@@ -19,22 +19,29 @@ ROOT = Path(__file__).resolve().parents[2]
 # The pure modules at the bottom: all that each may import from the package.
 PURE = {
     "weightsync.errors": [],
-    "weightsync.planning.layout": ["weightsync.errors"],
+    "weightsync.planning.grouping": [],
+    "weightsync.planning.layout": ["weightsync.errors", "weightsync.planning.grouping"],
     "weightsync.planning.bucketing": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.net.timeouts": [],
     "weightsync.net.wire": [
         "weightsync.net.timeouts",
         "weightsync.errors",
+        "weightsync.planning.grouping",
         "weightsync.planning.layout",
         "weightsync.planning.load_plan",
         "weightsync.planning.wire_types",
     ],
     "weightsync.checkpoint.safetensors": ["weightsync.errors", "weightsync.planning.layout"],
-    "weightsync.planning.load_plan": ["weightsync.errors", "weightsync.planning.layout"],
+    "weightsync.planning.load_plan": [
+        "weightsync.errors",
+        "weightsync.planning.grouping",
+        "weightsync.planning.layout",
+    ],
     "weightsync.planning.merge": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.wire_types": ["weightsync.errors", "weightsync.planning.layout"],
     "weightsync.planning.transfer_plan": [
         "weightsync.errors",
+        "weightsync.planning.grouping",
         "weightsync.planning.layout",
         "weightsync.planning.load_plan",
         "weightsync.planning.wire_types",

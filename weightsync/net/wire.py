@@ -19,6 +19,7 @@ from msgspec import Meta, Raw, Struct, structs
 
 from weightsync.errors import ErrorFields, ProtocolError
 from weightsync.net import timeouts
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Count, ShardLocation, TensorMeta
 from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, Runs, pack_regions, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
@@ -180,11 +181,9 @@ class PackedLoadPlan(Message, frozen=True):
     def of(cls, plan: LoadPlan, names: Sequence[str]) -> PackedLoadPlan:
         """Pack a plan of the tensors `names`."""
         at = {name: position for position, name in enumerate(names)}
-        used: dict[str, list[int]] = {}
-        for name, dtype in plan.used.items():
-            used.setdefault(dtype, []).append(at[name])
+        used = grouped(plan.used, plan.used.__getitem__)
         packed = {
-            "used": {dtype: runs_of(those) for dtype, those in used.items()},
+            "used": {dtype: runs_of(at[name] for name in those) for dtype, those in used.items()},
             "partial": pack_regions(plan.partial, at),
             "groups": [runs_of(at[name] for name in group) for group in plan.groups],
             "reloads": [runs_of(at[name] for name in group) for group in plan.reloads],

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, ManifestError, PlacementError
+from weightsync.planning.grouping import grouped
 
 View = tuple[int, Sequence[int], Sequence[int]]
 """Offset, size and stride of a strided view, in elements."""
@@ -505,9 +506,7 @@ def choose_owners(locations: Iterable[ShardLocation]) -> list[ShardLocation]:
 
     If several ranks hold a box, the rank with the fewest bytes so far owns it.
     """
-    held: dict[tuple[str, Box], list[ShardLocation]] = defaultdict(list)
-    for location in locations:
-        held[location.name, location.box].append(location)
+    held = grouped(locations, lambda location: (location.name, location.box))
     if all(len(replicas) == 1 for replicas in held.values()):
         return [location for (location,) in held.values()]
     owners: list[ShardLocation] = []
@@ -558,7 +557,4 @@ def connected(labelled: Iterable[tuple[str, Hashable]]) -> list[tuple[str, ...]]
     for name, label in labelled:
         if (known := first.setdefault(name, label)) != label:
             joined[root(label)] = root(known)
-    groups: dict[Hashable, list[str]] = defaultdict(list)
-    for name, label in first.items():
-        groups[root(label)].append(name)
-    return [tuple(names) for names in groups.values()]
+    return [tuple(names) for names in grouped(first, lambda name: root(first[name])).values()]

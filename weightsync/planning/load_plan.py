@@ -9,6 +9,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from weightsync.errors import ProtocolError
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, Count
 
 
@@ -60,10 +61,8 @@ PackedRegions: TypeAlias = list[tuple[tuple[Box, ...], Runs]]
 
 def pack_regions(regions: Mapping[str, tuple[Box, ...]], at: Mapping[str, int]) -> PackedRegions:
     """Return the regions of each tensor with positions in place of names. `at` has the position of each name."""
-    positions: dict[tuple[Box, ...], list[int]] = {}
-    for name, boxes in regions.items():
-        positions.setdefault(boxes, []).append(at[name])
-    return [(boxes, runs_of(those)) for boxes, those in positions.items()]
+    alike = grouped(regions, regions.__getitem__)
+    return [(boxes, runs_of(at[name] for name in names)) for boxes, names in alike.items()]
 
 
 _MOST_READINGS = 64

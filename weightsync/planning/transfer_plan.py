@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
 from weightsync.planning.load_plan import NameReader, PackedRegions, pack_regions
 from weightsync.planning.wire_types import ReadRegions
@@ -157,7 +158,8 @@ def choose_chains(
     chains = tuple(chain_of(workers, reads) for workers in groups)
     if len(chains) <= 1:
         return chains
-    load = _total(map(load_chains(manifest, chains), _by_name(choose_owners(locations)).values()))
+    by_name = grouped(choose_owners(locations), lambda piece: piece.name)
+    load = _total(map(load_chains(manifest, chains), by_name.values()))
     most_bytes = _ABOUT * manifest.nbytes
     return chains if _peak(load) <= most_bytes else (chain_of(order, reads),)
 
@@ -230,10 +232,8 @@ class _Kind:
     """
 
     def __init__(self, reads: Sequence[tuple[Box, ...]]) -> None:
-        alike: dict[tuple[Box, ...], list[Hashable]] = {}
-        for number, boxes in enumerate(reads):
-            alike.setdefault(boxes, []).append(("chain", number))
-        self.chains = list(alike.values())
+        alike = grouped(range(len(reads)), reads.__getitem__)
+        self.chains: list[list[Hashable]] = [[("chain", number) for number in those] for those in alike.values()]
         self._boxes = list(alike)
         self._known: dict[Box, list[int]] = {}
 
@@ -257,13 +257,6 @@ def load_staged(manifest: Manifest) -> Load:
         return found
 
     return load
-
-
-def _by_name(pieces: Iterable[ShardLocation]) -> dict[str, list[ShardLocation]]:
-    found: dict[str, list[ShardLocation]] = {}
-    for piece in pieces:
-        found.setdefault(piece.name, []).append(piece)
-    return found
 
 
 def _total(loads: Iterable[Held]) -> Held:
@@ -300,7 +293,8 @@ def make_chunks(
     """
     load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
-    tensors = {name: _Part(pieces, load(pieces)) for name, pieces in _by_name(choose_owners(travelling)).items()}
+    by_name = grouped(choose_owners(travelling), lambda piece: piece.name)
+    tensors = {name: _Part(pieces, load(pieces)) for name, pieces in by_name.items()}
     shards: Shards = defaultdict(list)
     for shard in (shard for tensor in tensors.values() for shard in tensor.pieces):
         shards[shard.name, shard.rank].append(shard)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightsync.errors import UnsupportedError, first_few
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, TensorMeta, flat_boxes, itemsize, row_major
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
@@ -311,10 +312,8 @@ def unpacked(held: LocalParam, weight: FourBits) -> LocalParam:
 
 def refusal(refused: dict[str, str]) -> UnsupportedError:
     """Return one error for all tensors that cannot be read. Its text has one line per reason."""
-    names: dict[str, list[str]] = {}
-    for name, reason in refused.items():
-        names.setdefault(reason, []).append(name)
-    lines = "\n".join(f"  {first_few(alike)}: {reason}" for reason, alike in names.items())
+    alike = grouped(refused, refused.__getitem__)
+    lines = "\n".join(f"  {first_few(names)}: {reason}" for reason, names in alike.items())
     return UnsupportedError(
         f"{len(refused)} tensors cannot be pushed (to leave them out, name them in `exclude`):\n{lines}",
         tensors=refused,

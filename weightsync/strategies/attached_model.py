@@ -12,7 +12,7 @@ KV heads fewer than workers. Each write is copied to those replicas.
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from weightsync.errors import ConfigError, PlacementError, UnsupportedError, Wei
 from weightsync.net.runtime import describe_device
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, ParametersExported
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
 from weightsync.planning.single_view import as_single_view
 from weightsync.sources.base import TensorShard
@@ -249,9 +250,7 @@ def _views(
             f"{wrong[0].name} is {kinds[wrong[0].name]} in the model and {wrong[0].src_dtype} in the engine. Build "
             "the model with the engine's dtype, or start the engine with the model's"
         )
-    of_tensor: dict[int, list[CopyOp]] = defaultdict(list)
-    for step in steps:
-        of_tensor[int(step.param)].append(step)
+    of_tensor = grouped(steps, lambda step: int(step.param))
     found: dict[int, tuple[int, str, View]] = {}
     for slot in slots:
         steps = of_tensor.get(_key(slot.local), [])
@@ -274,10 +273,8 @@ def _views(
 
 def _located(shards: Sequence[TensorShard], locations: Sequence[ShardLocation]) -> list[ShardLocation]:
     """Return the locations of this rank's parameters in its worker's memory."""
-    by_name: dict[str, list[ShardLocation]] = defaultdict(list)
-    for location in locations:
-        by_name[location.name].append(location)
-    parts = (part_of(location, shard.box) for shard in shards for location in by_name[shard.meta.name])
+    by_name = grouped(locations, lambda location: location.name)
+    parts = (part_of(location, shard.box) for shard in shards for location in by_name.get(shard.meta.name, ()))
     return [part for part in parts if part is not None]
 
 

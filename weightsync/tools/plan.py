@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 from argparse import Namespace
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError
 from weightsync.planning.bucketing import Bucket, open_bucketer
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import (
     Box,
     LoadCopy,
@@ -197,11 +198,9 @@ _Entry = tuple[str, tuple[tuple[str, str], ...]]
 def _show_worker(
     console: Console, worker: WorkerPlan, manifest: Manifest, rank: int, tp: int, everything: bool
 ) -> None:
-    copies: dict[str, list[LoadCopy]] = defaultdict(list)
-    for copy in worker.trace.copies:
-        copies[copy.param].append(copy)
+    copies = grouped(worker.trace.copies, lambda copy: copy.param)
     names = list(dict.fromkeys((*copies, *worker.trace.computed)))
-    entries = Counter(_entry(name, copies[name], worker, manifest, fold=not everything) for name in names)
+    entries = Counter(_entry(name, copies.get(name, ()), worker, manifest, fold=not everything) for name in names)
     nbytes = sum(prod(copy.box.size) * worker.params[copy.param].itemsize for copy in worker.trace.copies)
     size = f"{len(worker.trace.copies)} copies, {format_bytes(nbytes)}, into {len(names)} parameters"
     alike = "" if everything else "; modules that are alike are shown once"
@@ -222,9 +221,7 @@ def _show_worker(
 
 def _entry(name: str, copies: Sequence[LoadCopy], worker: WorkerPlan, manifest: Manifest, fold: bool) -> _Entry:
     param = worker.params[name]
-    by_source: dict[str, list[LoadCopy]] = defaultdict(list)
-    for copy in copies:
-        by_source[_starred(copy.name) if fold else copy.name].append(copy)
+    by_source = grouped(copies, lambda copy: _starred(copy.name) if fold else copy.name)
     rows: list[tuple[str, str]] = []
     for source, parts in by_source.items():
         targets = [box for copy in parts for box in _landing(copy, tuple(param.shape), param.stride())]
