@@ -24,7 +24,7 @@ from weightsync.net.connection import dial
 from weightsync.net.runtime import Deadline, submit
 from weightsync.net.wire import PROTOCOL, Hello, Value
 from weightsync.transports import nccl_group
-from weightsync.transports.communicator import Communicator, Part
+from weightsync.transports.communicator import Communicator, PeerBuffer
 from weightsync.transports.nccl_group import _ARRIVED, NcclGroup
 from weightsync.transports.tcp_links import TcpLinks
 
@@ -50,7 +50,7 @@ def kind_of(device: torch.device) -> type[Communicator]:
     return NcclGroup if device.type == "cuda" else TcpLinks
 
 
-def from_other(device: torch.device, member: int) -> list[Part]:
+def from_other(device: torch.device, member: int) -> list[PeerBuffer]:
     """Return one end of a first exchange with a member."""
     return [(torch.zeros(1, dtype=torch.uint8, device=device), member)]
 
@@ -297,7 +297,7 @@ def test_strangers_do_not_disturb_members_that_meet(tmp_path: Path):
     run_ranks(meet_among_strangers, 2, str(tmp_path), timeout_s=60)
 
 
-def link(members: tuple[Communicator, Communicator], sends: list[Part], receives: list[Part]) -> None:
+def link(members: tuple[Communicator, Communicator], sends: list[PeerBuffer], receives: list[PeerBuffer]) -> None:
     """Link two members in this process: what member 0 sends, member 1 receives."""
     parts = [(data, 0) for data, _ in receives], [(data, 0) for data, _ in sends]
     other = threading.Thread(target=members[1].link, args=(*parts, time.sleep, Deadline(20.0)))

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from weightsync.engines.base import CalledEngine, Engine, SpmdPart
+from weightsync.engines.base import CalledEngine, Engine
 from weightsync.errors import ConfigError
 from weightsync.net.addresses import is_loopback
 from weightsync.net.runtime import submit
 from weightsync.net.wire import POISONED
+from weightsync.planning.grouping import grouped
 
 
 def join(engines: Sequence[Engine]) -> list[Engine]:
@@ -22,13 +23,8 @@ def join(engines: Sequence[Engine]) -> list[Engine]:
 
     Raises `ConfigError` when parts of an engine are missing.
     """
-    whole: list[Engine] = []
-    parts: dict[SpmdPart, list[Engine]] = {}
-    for engine in engines:
-        if (part := getattr(engine, "part", None)) is None:
-            whole.append(engine)
-        else:
-            parts.setdefault(part, []).append(engine)
+    parts: dict[Any, list[Engine]] = grouped(engines, lambda engine: getattr(engine, "part", None))
+    whole = parts.pop(None, [])
     for (_, count), those in parts.items():
         if len(those) != count:
             raise ConfigError(

@@ -124,7 +124,7 @@ class Found(NamedTuple):
     checksum: torch.Tensor
 
 
-class Part(NamedTuple):
+class PartComparison(NamedTuple):
     """The comparison of a part.
 
     groups: its chunks. Those of a group are compared at once.
@@ -170,18 +170,18 @@ class Bases:
             for chain, section in layout[number].items()
         }
         self._packed: set[int] = set()  # the chunks to compare in their slots
-        self.parts = [self._part(chunks) for chunks in parts_of(due)]
+        self.parts = [self._comparison(chunks) for chunks in parts_of(due)]
         most = max((sum(part.rooms.values()) for part in self.parts), default=0)
         self._bodies = torch.empty(_BODIES * most, dtype=torch.uint8, device=self._device)
         self._used = 0  # bytes of bodies
         self._counting: dict[int, dict[int, Callable[[], int]]] = {}  # by part and chain: waits for the number of words
 
-    def _part(self, chunks: Sequence[int]) -> Part:
+    def _comparison(self, chunks: Sequence[int]) -> PartComparison:
         """Return the comparison of these chunks."""
         pieces = {number: self._pieces(number) for number in chunks}
         # Chunks in their slots are compared one by one, and others between them at once.
         together = groupby(chunks, key=lambda number: number if number in self._packed else -1)
-        part = Part([[*own] for _, own in together], {}, {})
+        part = PartComparison([[*own] for _, own in together], {}, {})
         for chain in keys_of(self._layout):
             finder = ChangeFinder(*([each for n in own for each in pieces[n].get(chain, ())] for own in part.groups))
             nbytes = sum(self._runs[n, chain].numel() for n in chunks if chain in pieces[n])
@@ -258,7 +258,7 @@ class Bases:
                 part.finders[chain].collect(0, body)
             return [Found(chain, bodies.get(chain), finder.checksum()) for chain, finder in part.finders.items()]
 
-    def _find_in_slots(self, part: Part, sample: int | None, free: Callable[[], None]) -> list[Found]:
+    def _find_in_slots(self, part: PartComparison, sample: int | None, free: Callable[[], None]) -> list[Found]:
         """Find the changes of a part with chunks in their slots. Each is collected before the next one comes there."""
         bodies = self._allocate(part.rooms, free)
         for at, group in enumerate(part.groups):

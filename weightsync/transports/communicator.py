@@ -21,8 +21,8 @@ from weightsync.net.runtime import Deadline
 from weightsync.transports.base import Wait
 
 _ABSENT = "not all have connected to {host}. Every member must reach this host"
-Part = tuple[torch.Tensor, int]
-"""Bytes on the way to or from a member: the tensor and the member's number."""
+PeerBuffer = tuple[torch.Tensor, int]
+"""A tensor to send to a member or to receive from it, and the member's number."""
 UNCONNECTED = "all have connected to {host}, but not to each other. Open their ports in the firewall"
 
 
@@ -53,7 +53,7 @@ class Communicator(ABC):
         """Begin to wait for the other members, once. Returns at once. `link` raises the errors."""
         self._begin(partial(self._join, deadline))
 
-    def link(self, sends: Sequence[Part], receives: Sequence[Part], wait: Wait, deadline: Deadline) -> None:
+    def link(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], wait: Wait, deadline: Deadline) -> None:
         """Wait until all members have come. Then connect to members, by a first exchange of these bytes on a GPU.
 
         Collective among the members, after each of their agreements on exchanges. Waits as `Operation.wait` does.
@@ -108,14 +108,14 @@ class Communicator(ABC):
         """Come together with the other members. Raise soon once `aborted` is set."""
 
     @abstractmethod
-    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+    def _connect(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], deadline: Deadline) -> None:
         """Connect this member to the members of these exchanges. Raise soon once `aborted` is set."""
 
     def exchange(
         self,
         number: int,
-        sends: Sequence[Part],
-        receives: Sequence[Part],
+        sends: Sequence[PeerBuffer],
+        receives: Sequence[PeerBuffer],
         names: Sequence[str] = (),
         behind: Sequence[str] = (),
     ) -> Operation:
@@ -135,7 +135,7 @@ class Communicator(ABC):
             raise PeerError(f"the {what} broke: {error}") from error
 
     @abstractmethod
-    def _start(self, number: int, sends: Sequence[Part], receives: Sequence[Part]) -> Any:
+    def _start(self, number: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> Any:
         """Start sends and receives. Return their work: torch's, or a `ThreadWork`."""
 
     def abort(self) -> None:
@@ -221,10 +221,10 @@ class Operation:
             raise PeerError(f"the {self._what} broke: {error}", phase=phase) from error
 
 
-def longest(parts: Iterable[Part]) -> list[Part]:
-    """Return the longest of each member's parts, in the order of the members."""
+def longest(buffers: Iterable[PeerBuffer]) -> list[PeerBuffer]:
+    """Return the longest buffer of each member, in the order of the members."""
     found: dict[int, torch.Tensor] = {}
-    for data, member in parts:
+    for data, member in buffers:
         if member not in found or found[member].numel() < data.numel():
             found[member] = data
     return [(data, member) for member, data in sorted(found.items())]

@@ -39,7 +39,7 @@ from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports import base, members
 from weightsync.transports.changes import HEAD_BYTES, WHOLE, parts_of, read_head
-from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
+from weightsync.transports.communicator import Communicator, Operation, PeerBuffer, UnderWay, longest
 from weightsync.transports.encoding import ReceiveBuffers, drop_digests, length, read
 from weightsync.transports.nccl_sender import AHEAD, COPY_PROGRAMS, ChangeSender, MessageSender, Sender
 from weightsync.transports.staging import Layout, endpoint, keys_of, receive_layout, send_layout, still_open
@@ -224,7 +224,7 @@ class NcclReceiver(members.MemberReceiver):
             drop_digests(slot[:end] for slot, runs in zip(slots, told.runs, strict=True) for _, _, end in runs)
         self._communicator.link(*self._first_exchange(), wait, deadline)
 
-    def _first_exchange(self) -> tuple[list[Part], list[Part]]:
+    def _first_exchange(self) -> tuple[list[PeerBuffer], list[PeerBuffer]]:
         """Return the first sends and receives: the longest run on the way to and from each member."""
         told = self._told
         slots = [(self._slots[number % told.slots], runs) for number, runs in enumerate(told.runs) if runs]

@@ -18,7 +18,7 @@ from weightsync.net import timeouts
 from weightsync.net.addresses import listen, reach
 from weightsync.net.runtime import Deadline, spawn
 from weightsync.transports.base import Wait
-from weightsync.transports.communicator import UNCONNECTED, Communicator, Operation, Part, ThreadWork
+from weightsync.transports.communicator import UNCONNECTED, Communicator, Operation, PeerBuffer, ThreadWork
 
 _ARRIVED = "arrived"
 _VISIT = timedelta(seconds=5)
@@ -95,11 +95,11 @@ class NcclGroup(Communicator):
         # Without this NCCL's members connect in the first operation, and block its calling thread.
         group.eager_connect_single_device(self.device)
 
-    def link(self, sends: Sequence[Part], receives: Sequence[Part], wait: Wait, deadline: Deadline) -> None:
+    def link(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], wait: Wait, deadline: Deadline) -> None:
         self._stream = torch.cuda.current_stream(self.device)  # of the caller's thread
         super().link(sends, receives, wait, deadline)
 
-    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+    def _connect(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], deadline: Deadline) -> None:
         # NCCL connects members, and loads its kernel, in their first operation. Each call then waits for the other
         # member.
         with torch.cuda.stream(self._stream):
@@ -124,7 +124,7 @@ class NcclGroup(Communicator):
         spawn("communicator", partial(work.run, search))
         return Operation(work, self.device, what, [*names])
 
-    def _start(self, number: int, sends: Sequence[Part], receives: Sequence[Part]) -> Any:
+    def _start(self, number: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> Any:
         self._check()
         group = self._group
         if not (sends or receives):

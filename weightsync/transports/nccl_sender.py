@@ -14,7 +14,7 @@ from weightsync.net.update import Update
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.transports.base import FIRST_USES, SLOTS, LocalTensors, Wait
 from weightsync.transports.changes import WHOLE, Bases, Choice, Found, first_whole, head
-from weightsync.transports.communicator import Communicator, Operation, Part, UnderWay, longest
+from weightsync.transports.communicator import Communicator, Operation, PeerBuffer, UnderWay, longest
 from weightsync.transports.encoding import Encoder
 from weightsync.transports.staging import Layout, Packer, keys_of, slot_bytes, still_open
 
@@ -69,7 +69,7 @@ class Sender:
         if device.type == "cuda":
             self.stream = torch.cuda.stream(torch.cuda.current_stream(device))
 
-    def first_sends(self) -> list[Part]:
+    def first_sends(self) -> list[PeerBuffer]:
         """Return the largest run of each chain, for the first exchange: NCCL then has its channels for large runs."""
         return longest(
             (self._slots[number % SLOTS][each.first : each.end], self._members[chain][0])

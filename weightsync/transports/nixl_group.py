@@ -21,7 +21,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.net.wire import typed
 from weightsync.planning.layout import Count
 from weightsync.transports.base import Wait
-from weightsync.transports.communicator import Part
+from weightsync.transports.communicator import PeerBuffer
 from weightsync.transports.nixl_agent import Agent, AgentAddress, nixl_version
 from weightsync.transports.staging import still_open
 from weightsync.transports.tcp_links import TcpLinks, TcpRendezvous
@@ -112,7 +112,7 @@ class NixlGroup(TcpLinks):
         self._use_gpu()
         self.agent = Agent(self._backend)
 
-    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+    def _connect(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], deadline: Deadline) -> None:
         slots, before, behind = self._beside
         self._use_gpu()
         agent = still_open(self.agent)

@@ -22,7 +22,7 @@ from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 from weightsync.transports.base import DIGEST_BYTES, Endpoint, LocalTensor, LocalTensors, Wait, align, strided
 
-Part = TypeVar("Part")
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _part(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return tensor[tuple(slice(inner - outer, inner - outer + size) for inner, outer, size in at)]
 
 
-def still_open(part: Part | None) -> Part:
+def still_open(part: Opened | None) -> Opened:
     """Return a part of a transport. None, after `abort`: raise `WeightSyncError`."""
     if part is None:
         raise WeightSyncError("the transport was closed while it was in use")

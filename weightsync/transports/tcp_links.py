@@ -35,7 +35,7 @@ from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.tls import TlsSocket
 from weightsync.net.wire import PROTOCOL, Failure, Hello, Value
-from weightsync.transports.communicator import UNCONNECTED, Communicator, Part, ThreadWork
+from weightsync.transports.communicator import UNCONNECTED, Communicator, PeerBuffer, ThreadWork
 
 _Told = TypeVar("_Told")
 _Answer = TypeVar("_Answer")
@@ -79,7 +79,7 @@ class TcpLinks(Communicator):
         for connection in self._to_first:  # idle until the next link, which may be hours away
             connection.watch_host(deadline.timeout_s)
 
-    def _connect(self, sends: Sequence[Part], receives: Sequence[Part], deadline: Deadline) -> None:
+    def _connect(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], deadline: Deadline) -> None:
         patient = _patient(deadline)
         receivers = sorted({member for _, member in sends if member not in self._outward})
         with closing(Listener(self.place[2])) as listener:
@@ -130,7 +130,7 @@ class TcpLinks(Communicator):
                 if deadline.passed():
                     raise
 
-    def _start(self, number: int, sends: Sequence[Part], receives: Sequence[Part]) -> ThreadWork:
+    def _start(self, number: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> ThreadWork:
         work = ThreadWork(len(sends) + len(receives))
         self._check()
         for data, member in sends:

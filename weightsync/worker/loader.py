@@ -283,7 +283,6 @@ class _BoundPlan:
 
     is_committed: a push over this connection was committed, and none has begun since.
     is_whole_push: the last push had all chunks.
-    reloads: a push post-processes modules. Post-processing may move more tensors than the parameters.
     """
 
     def __init__(
@@ -296,7 +295,6 @@ class _BoundPlan:
     ) -> None:
         self.is_committed = False
         self.is_whole_push = False
-        self.reloads = not {RELOAD, NATIVE_LOADER}.isdisjoint(traced.load_path.values())
         self._arrivals = arrivals.result()
         self.changed: ChangedRuns | None = None
         if source.sends_changes:
@@ -310,6 +308,11 @@ class _BoundPlan:
         self.buffers = in_place.buffers
         kinds = FusedQuantize, ReloadPath, NativeLoader
         self._paths: list[LoadPath] = [in_place, *(kind(self._arrivals) for kind in kinds)]
+
+    @property
+    def reloads(self) -> bool:
+        """Whether a push post-processes modules. Post-processing may move more tensors than the parameters."""
+        return not {RELOAD, NATIVE_LOADER}.isdisjoint(self._arrivals.traced.load_path.values())
 
     def bind(self) -> None:
         """Prepare every copy. Collective among workers with parts of the same modules."""
