@@ -31,6 +31,7 @@ import tiny_models
 import torch
 import zygote
 from engine_state import State, differing, state_of
+from gloo_loop import share_loop
 from ranks import FORKSERVER
 
 from weightsync.engines.base import CalledEngine
@@ -124,6 +125,7 @@ class VllmRemote(Remote):
 
 def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+    share_loop()
     gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
     subject = kind(*args)
     try:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from gloo_loop import share_loop
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 """As clean as "spawn", without importing in every process again what the test files import."""
 FORKSERVER.set_forkserver_preload(
@@ -111,6 +113,7 @@ def _main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    share_loop()
     gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
     with Path(folder, f"rank{rank}.txt").open("w") as report:
         left_s = max(2.0, deadline - time.monotonic())

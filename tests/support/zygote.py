@@ -41,6 +41,8 @@ from multiprocessing.util import spawnv_passfds
 from typing import Any
 from unittest import mock
 
+import gloo_loop
+
 IMPORTED = (
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server",
@@ -205,6 +207,7 @@ def _import(names: Sequence[str]) -> None:
         # A server sets the variable that this class depends on after it was forked.
         value_class = functools.cache(values.get_value_class)
         values.ValueClass = lambda *words, **options: value_class()(*words, **options)
+        gloo_loop.share_loop()
 
 
 def _serve(requests: socket.socket, path: list[str]) -> None:
@@ -230,8 +233,8 @@ def _serve(requests: socket.socket, path: list[str]) -> None:
     _become(task, path)
     _zygote = _Zygote(requests)
     code = _exit_code(task["argv"])
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking the interpreter apart would take a second, and report what is frozen as leaked
