@@ -239,11 +239,32 @@ def test_without_a_key_another_user_is_refused_on_both_sides(keep, monkeypatch):
         admission.outcome()
 
 
-@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, LOCAL), (socket.AF_INET6, "::1")])
-def test_the_user_at_the_other_end_is_looked_up(family, address, monkeypatch):
+@pytest.fixture
+def tables(monkeypatch):
+    """Return the kernel's tables of all connections that were read, as they are read."""
+    reads, read_text = [], Path.read_text
+
+    def noting(path: Path, *args: Any, **options: Any) -> str:
+        if path.parent == Path("/proc/net"):
+            reads.append(path.name)
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", noting)
+    return reads
+
+
+@pytest.mark.parametrize("kernel", ["answers", "lacks the protocol", "knows no such request"])
+@pytest.mark.parametrize(
+    ("family", "address", "table"), [(socket.AF_INET, LOCAL, "tcp"), (socket.AF_INET6, "::1", "tcp6")]
+)
+def test_the_user_at_the_other_end_is_looked_up(family, address, table, kernel, tables, monkeypatch):
     with socket.create_server((address, 0), family=family) as server:
         one = socket.create_connection(server.getsockname()[:2])
         other, _ = server.accept()
+    if kernel == "lacks the protocol":
+        monkeypatch.setattr(authentication, "_SOCK_DIAG", 31)
+    elif kernel == "knows no such request":
+        monkeypatch.setattr(authentication, "_BY_FAMILY", 0x7FFF)
     with one, other:
         refuse_other_users(one, "a peer")
         refuse_other_users(other, "a peer")
@@ -251,30 +272,43 @@ def test_the_user_at_the_other_end_is_looked_up(family, address, monkeypatch):
         for end in (one, other):
             with pytest.raises(ProtocolError, match=f"a peer is of user {os.getuid()}.*Set WEIGHTSYNC_KEY"):
                 refuse_other_users(end, "a peer")
+    assert tables == ([] if kernel == "answers" else [table] * 4)
 
 
-def test_silent_strangers_are_not_looked_up_and_others_share_one_look(keep, monkeypatch):
-    """A look at the kernel's table takes 4 ms, and 28 ms with 10,000 connections."""
-    reads, read_text = [], Path.read_text
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, LOCAL), (socket.AF_INET6, "::1")])
+def test_the_kernel_names_the_user_of_one_connection_and_of_no_listener(family, address):
+    with (
+        socket.create_server((address, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as one,
+    ):
+        dialer, listener = one.getsockname()[:2], one.getpeername()[:2]
+        assert authentication._ask_kernel(dialer, listener) == os.getuid()
+        assert authentication._ask_kernel(listener, (address, 1)) is None  # what listens there answers the request
+        assert authentication._ask_kernel((address, 1), dialer) is None
 
-    def noting(path: Path, *args: Any, **options: Any) -> str:
-        if path.parent == Path("/proc/net"):
-            reads.append(path)
-        return read_text(path, *args, **options)
 
-    monkeypatch.setattr(Path, "read_text", noting)
+def test_silent_strangers_are_not_looked_up_and_no_stranger_costs_a_table(keep, tables, monkeypatch):
+    """A table takes the kernel 4 ms, and 28 ms with 10,000 connections."""
+    asked, ask = [], authentication._ask_kernel
+
+    def noting(*ends: Any) -> int | None:
+        asked.append(ends)
+        return ask(*ends)
+
+    monkeypatch.setattr(authentication, "_ask_kernel", noting)
     listener = opened(keep)
     strangers = [knock(listener, keep) for _ in range(40)]
     with pytest.raises(SyncTimeoutError):
         listener.admit("worker", 0, Deadline(0.5), "init", lambda: None)
     assert len(listener._newcomers) == 40
-    assert reads == []
+    assert asked == []
     for stranger in strangers:
         stranger.sendall(greeting(b""))
     with pytest.raises(SyncTimeoutError):
         listener.admit("worker", 0, Deadline(0.2), "init", lambda: None)
     assert [len(stranger.recv(ANSWER_BYTES, socket.MSG_WAITALL)) for stranger in strangers] == [ANSWER_BYTES] * 40
-    assert len(reads) == 1
+    assert len(asked) == 80  # of each its own end, and the stranger's
+    assert tables == []
 
 
 def test_an_end_that_has_gone_is_nobodys():

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
 import stat
+import struct
 import sys
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from weightsync.errors import ConfigError, PeerError, ProtocolError
@@ -34,6 +36,9 @@ ANSWER_BYTES = GREETING_BYTES + 32
 SEAL_BYTES = 16
 TAGS = _WITH_KEY, _WITHOUT_KEY = b"weightsync:key\0\0", b"weightsync:user\0"
 _LEAST_KEY_BYTES = 32
+_SOCK_DIAG, _BY_FAMILY, _ANY = 4, 20, 0xFFFFFFFF
+_REQUEST = struct.Struct("=IHH8xBBxxI36s4x8s")
+"""An `nlmsghdr` and an `inet_diag_req_v2`. The answer is an `nlmsghdr` and an `inet_diag_msg`."""
 
 
 def read_key() -> bytes:
@@ -43,18 +48,17 @@ def read_key() -> bytes:
     """
     key = os.environ.get(KEY, "").strip().encode()
     if not key and (path := os.environ.get(KEY_FILE)):
+        named = f"{KEY_FILE}={path}"
         try:
             with Path(path).open("rb") as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                    raise ConfigError(
-                        f"{KEY_FILE}={path} must be a file of this user without read access for others: chmod 600"
-                    )
+                    raise ConfigError(f"{named} must be a file of this user without read access for others: chmod 600")
                 key = file.read(1 << 16).strip()
         except OSError as error:
-            raise ConfigError(f"cannot read {KEY_FILE}={path}: {error}") from error
+            raise ConfigError(f"cannot read {named}: {error}") from error
         if not key:
-            raise ConfigError(f"{KEY_FILE}={path} is empty. {SET_A_KEY}")
+            raise ConfigError(f"{named} is empty. {SET_A_KEY}")
     if key and len(key) < _LEAST_KEY_BYTES:
         raise ConfigError(f"a key of {len(key)} bytes is too short, expected {_LEAST_KEY_BYTES} at least. {SET_A_KEY}")
     return key
@@ -127,32 +131,36 @@ def authenticate(sock: socket.socket, token: str, peer: str, deadline: Deadline)
     return sent, received
 
 
-class ConnectionTable:
-    """The kernel's tables of this host's TCP connections, each read once, on its first use.
+def _user_of(local: tuple[str, int], remote: tuple[str, int]) -> int | None:
+    """Return the user id that owns the end of a connection with these addresses. None: it is not listed.
 
-    The kernel takes many milliseconds for a table of ten thousand connections. Look-ups of one turn share a table.
+    The kernel writes a table of all connections in many milliseconds, and finds one in some microseconds. Where it
+    cannot be asked for one, as in some containers, the table is read.
+
+    Raises `OSError` when the table cannot be read.
     """
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def user_of(self, local: tuple[str, int], remote: tuple[str, int]) -> int | None:
-        """Return the user id that owns the end of a connection with these addresses. None: it is not listed.
-
-        Raises `OSError` when the table cannot be read.
-        """
-        path = "/proc/net/tcp6" if ":" in local[0] else "/proc/net/tcp"
-        if path not in self._texts:
-            self._texts[path] = Path(path).read_text()
-        text = self._texts[path]
-        at = text.find(f": {_as_listed(*local)} {_as_listed(*remote)} ")
-        return None if at < 0 else int(text[at : text.find("\n", at)].split()[7])
+    with suppress(OSError):
+        if _ask_kernel(remote, local) is not None:  # this process's end, so it finds the other one if there is one
+            return _ask_kernel(local, remote)
+    text = Path("/proc/net/tcp6" if ":" in local[0] else "/proc/net/tcp").read_text()
+    at = text.find(f": {_as_listed(*local)} {_as_listed(*remote)} ")
+    return None if at < 0 else int(text[at : text.find("\n", at)].split()[7])
 
 
-def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | None = None) -> None:
+def _ask_kernel(local: tuple[str, int], remote: tuple[str, int]) -> int | None:
+    """Ask for `_user_of` one connection. None: the kernel finds none, or another one, or knows no such request."""
+    ends = struct.pack("!HH16s16s", local[1], remote[1], *(ip_address(host).packed for host, _ in (local, remote)))
+    family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.send(_REQUEST.pack(_REQUEST.size, _BY_FAMILY, 1, family, socket.IPPROTO_TCP, _ANY, ends, b"\xff" * 8))
+        answer = kernel.recv(512, socket.MSG_DONTWAIT)
+    return int.from_bytes(answer[80:84], sys.byteorder) if answer[20:56] == ends else None
+
+
+def refuse_other_users(sock: socket.socket, peer: str) -> None:
     """Raise `ProtocolError` unless the other end of a connected socket is a process of this user on this host."""
     try:
-        user = (table or ConnectionTable()).user_of(sock.getpeername()[:2], sock.getsockname()[:2])
+        user = _user_of(sock.getpeername()[:2], sock.getsockname()[:2])
     except OSError as error:
         raise ProtocolError(f"cannot find the user of {peer}'s process: {error}. {SET_A_KEY}", who=peer) from error
     if user != os.geteuid():
@@ -166,6 +174,4 @@ def refuse_other_users(sock: socket.socket, peer: str, table: ConnectionTable | 
 
 def _as_listed(host: str, port: int) -> str:
     """Return an address as /proc/net/tcp and tcp6 write it: 32-bit words in the machine's byte order."""
-    data = ipaddress.ip_address(host).packed
-    words = [data[start : start + 4] for start in range(0, len(data), 4)]
-    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{port:04X}"
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", ip_address(host).packed)) + f":{port:04X}"

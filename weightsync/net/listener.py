@@ -23,7 +23,6 @@ from weightsync.net.authentication import (
     GREETING_BYTES,
     SET_A_KEY,
     TAGS,
-    ConnectionTable,
     derive_keys,
     explain_mismatch,
     greeting,
@@ -202,13 +201,12 @@ class Listener:
         readable = ready(everyone, select.POLLIN, min(deadline.left_s(), timeouts.LISTENER_POLL_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
-        table = ConnectionTable()  # one for all greetings of this turn: reading it is slow
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer in readable]:
             has_greeted = newcomer.connection is not None
             self._introduce(newcomer)
             if not self._key and not has_greeted and newcomer.connection is not None:
                 try:
-                    refuse_other_users(newcomer.sock, newcomer.peer, table)
+                    refuse_other_users(newcomer.sock, newcomer.peer)
                 except ProtocolError as error:
                     self._turn_away(newcomer, str(error))
         for listener in [listener for listener in self._listeners if listener in readable]:
@@ -217,10 +215,8 @@ class Listener:
 
     def _has_room(self) -> bool:
         """Return whether to accept a newcomer, possibly in place of the oldest one."""
-        return (
-            len(self._newcomers) < _NEWCOMERS
-            or self._newcomers[0].deadline.left_s() < timeouts.NEWCOMER_S - timeouts.NEWCOMER_LEAST_S
-        )
+        left_s = timeouts.NEWCOMER_S - timeouts.NEWCOMER_LEAST_S
+        return len(self._newcomers) < _NEWCOMERS or self._newcomers[0].deadline.left_s() < left_s
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -252,10 +248,9 @@ class Listener:
         sent a `Failure`. The same `ProtocolError` is raised here.
         """
         try:
-            if newcomer.connection is None:
+            if (connection := newcomer.connection) is None:
                 newcomer.answer(self._key, self.token)
                 return
-            connection = newcomer.connection
             connection.read("connect")
             hello = connection.pop()
         except BlockingIOError:
