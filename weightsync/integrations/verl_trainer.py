@@ -48,6 +48,7 @@ class ShardsWorker(DetachActorWorker):
     async def _update_own(self, global_steps: int | None) -> Any:
         """Wake the replicas on the trainer's own GPUs, push, and wake their KV cache, as verl's own method does."""
         set_expandable_segments(False)  # CUDA cannot export such memory
+        get_torch_device().synchronize()  # verl does not wait for its copies to the CPU, which ranks read below
         get_torch_device().empty_cache()
         sleeps = self.config.rollout.free_cache_engine
         await self.rollout.resume(tags=["weights"])
@@ -71,11 +72,8 @@ class ShardsWorker(DetachActorWorker):
         engine, strategy = self.actor.engine, self.config.actor.strategy
         has_adapter = hasattr(getattr(engine.module, "_fsdp_wrapped_module", engine.module), "peft_config")
         needs = [strategy == "fsdp", has_adapter, engine.is_param_offload_enabled]
-        weights: Weights
-        if strategy in ("fsdp", "fsdp2") and sum(needs) <= 1:
-            weights = engine.module
-        else:
-            weights, _ = engine.get_per_tensor_param()
+        has_shards = strategy in ("fsdp", "fsdp2") and sum(needs) <= 1
+        weights: Weights = engine.module if has_shards else engine.get_per_tensor_param()[0]
         return weights
 
 
