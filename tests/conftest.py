@@ -51,6 +51,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     found = yield
     zygote.freeze()
     atexit.register(gc.unfreeze)  # or libraries report as leaked what is frozen
+    gc.set_threshold(50_000)  # as in the processes that tests start
     gc.enable()
     return found
 

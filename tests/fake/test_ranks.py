@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -103,6 +104,19 @@ def test_nccl_is_found_in_whatever_way_the_job_asked_for_it(given: str, is_nccl:
     finally:
         dist.destroy_process_group()
     assert not uses_nccl(None)
+
+
+def _note_environment(rank: int, folder: Path) -> None:
+    (folder / str(rank)).write_text(os.environ.get("OF_A_TEST", "unset"))
+    dist.barrier()  # or the other one may still be about to connect to this one when it ends
+
+
+@pytest.mark.parametrize("value", ["first", "second", None])  # the fork server keeps what the first one has set
+def test_ranks_have_the_environment_of_their_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None):
+    if value is not None:
+        monkeypatch.setenv("OF_A_TEST", value)
+    run_ranks(_note_environment, 2, tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [value or "unset"] * 2
 
 
 def test_values_reach_every_rank():

@@ -32,7 +32,7 @@ import torch
 import zygote
 from engine_state import State, differing, state_of
 from gloo_loop import share_loop
-from ranks import FORKSERVER
+from ranks import FORKSERVER, look_less_for_garbage, take_environment
 
 from weightsync.engines.base import CalledEngine
 from weightsync.engines.calls import PLUG_INS_SINCE
@@ -82,7 +82,7 @@ class Remote:
         self._connection, theirs = self.context.Pipe()
         # Not a daemon: those must not have processes of their own, and engines have.
         self._process = self.context.Process(  # type: ignore[attr-defined]
-            target=_main, args=(theirs, kind, args), daemon=False
+            target=_main, args=(theirs, dict(os.environ), kind, args), daemon=False
         )
         self._process.start()
         theirs.close()
@@ -123,10 +123,11 @@ class VllmRemote(Remote):
     context = multiprocessing.get_context("spawn")
 
 
-def _main(commands: Connection, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(commands: Connection, environment: dict[str, str], kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    take_environment(environment)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
     share_loop()
-    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
+    look_less_for_garbage()
     subject = kind(*args)
     try:
         while True:

@@ -65,7 +65,9 @@ def run_ranks(
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_main, args=(fn, rank, world_size, folder, deadline, args), daemon=True)
+            context.Process(
+                target=_main, args=(fn, rank, world_size, folder, deadline, dict(os.environ), args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for rank, process in enumerate(ranks):
@@ -91,6 +93,18 @@ def run_ranks(
                 process.join(10)
 
 
+def take_environment(environment: dict[str, str]) -> None:
+    """Give this process the environment of the one that asked for it. A fork server's is that of its first user."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def look_less_for_garbage() -> None:
+    """Do not look through what was imported before: DeepSpeed collects garbage often. Python itself does so seldom."""
+    gc.freeze()
+    gc.set_threshold(50_000)
+
+
 def assert_in_step() -> None:
     """Fail where an earlier collective of the default group meets a later one of another rank. Collective."""
     import torch
@@ -106,15 +120,22 @@ def _report(folder: str, rank: int) -> str:
 
 
 def _main(
-    fn: Callable[..., None], rank: int, world_size: int, folder: str, deadline: float, args: tuple[Any, ...]
+    fn: Callable[..., None],
+    rank: int,
+    world_size: int,
+    folder: str,
+    deadline: float,
+    environment: dict[str, str],
+    args: tuple[Any, ...],
 ) -> None:
+    take_environment(environment)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     share_loop()
-    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported before
+    look_less_for_garbage()
     with Path(folder, f"rank{rank}.txt").open("w") as report:
         left_s = max(2.0, deadline - time.monotonic())
         # Shortly before the parent gives up, so that it can show where this rank hangs.

@@ -35,7 +35,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import spawnv_passfds
 from typing import Any
@@ -189,6 +189,10 @@ def _import(names: Sequence[str]) -> None:
         sys.modules["ray"] = None  # type: ignore[assignment]  # it reads its worker's environment as it is imported
         # An engine's start collects garbage five times, which takes longer than to make a tiny model.
         importlib.import_module("vllm.utils.gc_utils").freeze_gc_heap = lambda: None
+        # Each server would import Ray to ask it whether it runs. Where nobody has imported it, it does not.
+        ray_utils = importlib.import_module("vllm.ray.lazy_utils")
+        for name in ("is_ray_initialized", "is_in_ray_actor"):
+            setattr(ray_utils, name, functools.partial(_ask_ray, getattr(ray_utils, name)))
         base_loader = importlib.import_module("vllm.model_executor.model_loader.base_loader")
         base_loader.gc = types.SimpleNamespace(collect=lambda: 0)
         for name in names:
@@ -198,16 +202,22 @@ def _import(names: Sequence[str]) -> None:
         from vllm.distributed.device_communicators import shm_broadcast
         from vllm.platforms import current_platform as platform
 
+        # Of the GiB of keys and values in VLLM_CPU_KVCACHE_SPACE, which takes longer to clear than all else to start.
+        importlib.import_module("vllm.platforms.cpu").GiB_bytes = 64 * 2**20
         # It looks through all that is imported, which takes longer than the rest of an engine's start.
         if callable(getattr(platform, "register_triton_kernel_overrides", None)):  # vLLM 0.31 and later
             platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
             platform.register_triton_kernel_overrides()
         # Or a process spins for a second where it waits for a message, and takes the time of those that it waits for.
-        shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
+        shm_broadcast.sched_yield = functools.partial(time.sleep, 0.002)
         # A server sets the variable that this class depends on after it was forked.
         value_class = functools.cache(values.get_value_class)
         values.ValueClass = lambda *words, **options: value_class()(*words, **options)
         gloo_loop.share_loop()
+
+
+def _ask_ray(question: Callable[[], bool]) -> bool:
+    return "ray" in sys.modules and question()
 
 
 def _serve(requests: socket.socket, path: list[str]) -> None:
