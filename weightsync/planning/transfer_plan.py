@@ -251,10 +251,7 @@ def load_staged(manifest: Manifest) -> Load:
 
     def load(pieces: Sequence[ShardLocation]) -> Held:
         size = itemsize(manifest[pieces[0].name].dtype)
-        found: Held = {}
-        for piece in pieces:
-            found[piece.rank] = found.get(piece.rank, 0) + piece.box.numel * size
-        return found
+        return _total({piece.rank: piece.box.numel * size} for piece in pieces)
 
     return load
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from weightsync.errors import ConfigError, ManifestError, UnsupportedError
 from weightsync.planning.layout import Manifest, TensorMeta
-from weightsync.sources.base import Model, Reading, TensorShard, one_module
+from weightsync.sources.base import Model, Reading, TensorShard, one_module, settled
 from weightsync.sources.module import LocalParam, ModuleSource, NamedReader, adapters_of, refusal
 from weightsync.sources.module_tree import modules, own_tensors, walk, walk_shells
 from weightsync.sources.peft import AddedProducts
@@ -59,7 +59,7 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
     held = _factors(source, layers, name, float(scaling))
     metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
     shards = [TensorShard(metas[name], box, view) for name, one in held.items() for box, view in one.parts]
-    return Reading(Manifest(tuple(metas.values())), shards), config
+    return settled(Reading(Manifest(tuple(metas.values())), shards)), config
 
 
 def _refuse_trained(model: nn.Module) -> None:

@@ -9,17 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import torch
 from torch import nn
 
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.kernels.runs import Run, join_runs
 from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize
 from weightsync.selection import TensorSelection
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DeclaredTensors(Protocol):
@@ -109,9 +107,21 @@ class Reading:
         return [shard for shard in self.shards if shard.compute is None]
 
     @cached_property
+    def is_on_gpus(self) -> bool:
+        """Whether all shards are on GPUs."""
+        return all(shard.tensor.is_cuda for shard in self.shards)
+
+    @cached_property
     def runs(self) -> list[Run]:
         """The memory of `lying`, in few runs. A run's members are numbers in `lying`."""
         return join_runs([shard.tensor for shard in self.lying])
+
+
+def settled(reading: Reading) -> Reading:
+    """Return `reading`, once the current GPU has ended its copies to the CPU, as by `to("cpu", non_blocking=True)`."""
+    if torch.cuda.is_initialized() and not reading.is_on_gpus:
+        torch.cuda.synchronize()
+    return reading
 
 
 @runtime_checkable
@@ -193,7 +203,7 @@ class LocalSource(ABC):
 
     def read(self, model: Model) -> Reading:
         marks = self._marks(model)
-        return self._memo.of(None if marks is None else (self.selection, marks), lambda: self._read(model))
+        return settled(self._memo.of(None if marks is None else (self.selection, marks), lambda: self._read(model)))
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         return

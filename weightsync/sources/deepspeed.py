@@ -23,7 +23,6 @@ This source never reads the masters. A push sends the values that a checkpoint i
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch import distributed as dist
 from torch import nn
 
 from weightsync.errors import UnsupportedError
+from weightsync.planning.grouping import grouped
 from weightsync.sources.base import Barrier, dtype_name
 from weightsync.sources.module import (
     LocalParam,
@@ -78,13 +78,9 @@ class DeepSpeedSource(ModuleSource):
         return _read_partition(tensor) if hasattr(tensor, "ds_tensor") else read_whole(tensor)
 
     def whole(self, tensors: Sequence[Any], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        together: dict[Any, list[Any]] = defaultdict(list)
-        for each in tensors:
-            if hasattr(each, "ds_tensor"):
-                together[each.ds_process_group, each.ds_tensor.dtype, each.device].append(each)
-            else:
-                found[each] = each.detach()
+        found = {each: each.detach() for each in tensors if not hasattr(each, "ds_tensor")}
+        cut = [each for each in tensors if hasattr(each, "ds_tensor")]
+        together = grouped(cut, lambda each: (each.ds_process_group, each.ds_tensor.dtype, each.device))
         if together:
             barrier()
         for (group, _, device), params in together.items():
