@@ -466,13 +466,13 @@ def test_an_answer_cannot_be_reflected(listener, keep):
 
 @pytest.mark.parametrize("greets", [False, True])
 def test_a_flood_of_strangers_keeps_nobody_out(listener, keep, greets, monkeypatch):
-    """Hundreds connect, and say nothing more, before and while a worker comes in and answers."""
+    """A thousand connect, and say nothing more, before and while a worker comes in and answers."""
     monkeypatch.setattr(timeouts, "GREETING_S", 60.0)  # on a busy machine each stranger takes a while
     strangers: list[socket.socket] = []
     over = threading.Event()
 
     def flood() -> None:
-        while not over.is_set() and len(strangers) < 400:
+        while not over.is_set() and len(strangers) < 1000:
             with contextlib.suppress(OSError):
                 sock = socket.create_connection(address(listener), timeout=1)
                 strangers.append(sock)

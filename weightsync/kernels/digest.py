@@ -82,8 +82,9 @@ class Digests:
         self._runs = [run for group in groups for run in group]
         ends = [*accumulate(map(len, groups), initial=0)]
         self._groups = [*map(range, ends, ends[1:])]
-        places = [run.device for run in self._runs]
-        self._numbers = {each: [n for n, place in enumerate(places) if place == each] for each in dict.fromkeys(places)}
+        devices = [run.device for run in self._runs]
+        # The numbers of the runs on each device.
+        self._numbers = {one: [n for n, own in enumerate(devices) if own == one] for one in dict.fromkeys(devices)}
         self._launches: dict[tuple[torch.device, int], Any] = {}  # by device, and by bytes of each MiB
         for device in self._numbers:
             if device.type == "cuda":  # prepare now: at the first use, copying the table would wait for the stream
