@@ -84,6 +84,9 @@ class Shards(ShardsWorker):
         )
         self.config = SimpleNamespace(actor=SimpleNamespace(strategy="fsdp2"), rollout=rollout)
         self.rollout = ServerAdapter(rollout, HFModelConfig(path=rollout.custom["model"]), device_mesh=None)
+        # What a push asks of a GPU before it reads tensors on the CPU.
+        torch.cuda.is_initialized, torch.cuda.synchronize = (lambda: True), verl_cpu.synchronize
+        torch.cuda.current_stream = lambda: None
         del DTensor.full_tensor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -48,7 +48,6 @@ class ShardsWorker(DetachActorWorker):
     async def _update_own(self, global_steps: int | None) -> Any:
         """Wake the replicas on the trainer's own GPUs, push, and wake their KV cache, as verl's own method does."""
         set_expandable_segments(False)  # CUDA cannot export such memory
-        get_torch_device().synchronize()  # verl does not wait for its copies to the CPU, which ranks read below
         get_torch_device().empty_cache()
         sleeps = self.config.rollout.free_cache_engine
         await self.rollout.resume(tags=["weights"])
