@@ -57,6 +57,9 @@ def test_metrics_of_pushes_that_succeed(engine: FakeEngine, sample: Any) -> None
     for phase in PHASES:
         assert sample("weightsync_push_seconds_count", phase=phase) == 2
     assert sample("weightsync_push_seconds_sum", phase="total") == pytest.approx(sum(r.total_s for r in reports))
+    (name,) = {paused.name for report in reports for paused in report.engines}
+    paused_s = sum(report.engines[0].pause_s for report in reports)
+    assert sample("weightsync_push_engine_pause_seconds_sum", engine=name) == pytest.approx(paused_s)
     assert sample("weightsync_push_bytes_total") == sum(report.nbytes for report in reports)
     assert sample("weightsync_push_sent_bytes_total") == 0  # workers read them themselves
     assert value("weightsync_push_version") == 2
