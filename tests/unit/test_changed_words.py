@@ -20,6 +20,7 @@ from weightsync.kernels.changed_words import (
     Region,
     can_compare,
     table_bytes,
+    tiles_of,
     words_of,
 )
 from weightsync.kernels.digest import SAMPLES, WHOLE
@@ -66,14 +67,11 @@ def check_all(
         finder._launches, writer._launches = find(groups), write(writer._first_tiles, regions)
     body = torch.full((table_bytes(finder.tiles) + 3 * TILE * finder.tiles,), 7, dtype=torch.uint8, device=device)
     for group in range(2):
-        finder.compare(group, sample)
-        finder.collect(group, body)
+        finder.find(group, body, sample)
     nbytes, checksum = 3 * int(finder.words), int(finder.checksum())
     body = body[: table_bytes(finder.tiles) + nbytes]
-    own, words = writer.check(body, ends := writer.ends(body), sample).tolist()
-    assert (own ^ checksum) & CHECKSUM == 0
-    assert 3 * words == nbytes
-    writer.write(body, ends)
+    assert (int(writer.check(body, sample)) ^ checksum) & CHECKSUM == 0
+    writer.write(body)
     for piece, tensor in zip(pieces, memory, strict=True):
         assert torch.equal(piece.new.bfloat16().view(torch.int16), tensor.view(torch.int16))
         assert torch.equal(piece.base.view(torch.int16), tensor.view(torch.int16))
@@ -87,29 +85,27 @@ def test_changed_words_are_found_and_written(share: float, sample: int, device: 
     nbytes = check_all(share, sample, device=device)
     changed = sum(math.ceil(share * words) for words in WORDS)
     assert nbytes >= 3 * changed
-    assert share == 1.0 or nbytes == 3 * changed
+    assert share == 1.0 or nbytes <= 3 * (changed + (changed and sum(map(tiles_of, WORDS))))
 
 
 def found_in(new: torch.Tensor, base: torch.Tensor, sample: int) -> tuple[torch.Tensor, int]:
     finder = ChangeFinder([Piece(new, base)])
     body = torch.zeros(table_bytes(finder.tiles) + 3 * len(new), dtype=torch.uint8)
-    finder.compare(0, sample)
-    finder.collect(0, body)
+    finder.find(0, body, sample)
     return body[: table_bytes(finder.tiles) + 3 * int(finder.words)], int(finder.checksum())
 
 
-def test_a_damaged_body_has_another_checksum_or_number_of_words():
+def test_a_damaged_body_has_another_checksum():
     base = noise(3 * TILE, 1)
     new = base.clone()
-    new[::97] += 1
+    new[::128] += 1  # an even number in each tile, so that all bytes have a meaning
     memory = base.clone()
     body, checksum = found_in(new, base, 5)  # the sample of no tile
     writer = ChangeWriter([len(memory)], [Region(0, 0, len(memory), memory.view(torch.uint8))])
     for at in range(len(body)):
         damaged = body.clone()
         damaged[at] += 1
-        own, words = writer.check(damaged, writer.ends(damaged), 5).tolist()
-        assert (own ^ checksum) & CHECKSUM or 3 * words != len(body) - table_bytes(3)
+        assert (int(writer.check(damaged, 5)) ^ checksum) & CHECKSUM
     assert torch.equal(memory, noise(3 * TILE, 1))
 
 
@@ -121,8 +117,7 @@ def test_a_word_that_differs_here_is_found_in_its_sample(sample: int):
     memory[3 * TILE + 17] += 1
     body, checksum = found_in(new, base, sample)
     writer = ChangeWriter([len(memory)], [Region(0, 0, len(memory), memory.view(torch.uint8))])
-    own, _ = writer.check(body, writer.ends(body), sample)
-    assert bool((int(own) ^ checksum) & CHECKSUM) == (sample in (WHOLE, 3))
+    assert bool((int(writer.check(body, sample)) ^ checksum) & CHECKSUM) == (sample in (WHOLE, 3))
 
 
 def test_changes_without_room_make_the_bases_equal_too():
@@ -130,8 +125,7 @@ def test_changes_without_room_make_the_bases_equal_too():
     new = -base
     finder = ChangeFinder([Piece(new, base)])
     body = torch.zeros(table_bytes(2) + 3000, dtype=torch.uint8)
-    finder.compare(0, NONE)
-    finder.collect(0, body)
+    finder.find(0, body, NONE)
     assert 3 * int(finder.words) > 3000
     assert torch.equal(base, new)
     assert not body[table_bytes(2) :].any()

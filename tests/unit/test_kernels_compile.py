@@ -17,33 +17,27 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unse
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {
-    "body": "*u8", "counts": "*u8", "ends": "*i64", "jobs": "*i32", "room": "i64", "sums": "*i64", "table": "*i64",
-    "words": "*i32",
+    "body": "*u8", "jobs": "*i32", "room": "i64", "sums": "*i64", "table": "*i64", "words": "*i64",
 }  # fmt: skip
-"""Of the arguments. `masks` has pointers of two kinds, and others are 32-bit numbers."""
+"""Of the arguments. Others are 32-bit numbers."""
 COMPARISON = {"casts": None, "aligned": True, **kernels._SAMPLES}
 CAST = {"casts": kernels.tl.bfloat16, "aligned": False, **kernels._SAMPLES}
 WRITING = {"entries": kernels._ENTRIES, **kernels._SAMPLES}
 
 
 @pytest.mark.parametrize(
-    ("name", "masks", "warps", "constants"),
+    ("name", "warps", "constants"),
     [
-        ("_compare", "*u8", kernels._COMPARE_WARPS, COMPARISON),
-        ("_compare", "*u8", kernels._COMPARE_WARPS, CAST),
-        ("_collect", "*i32", 1, {"casts": None, "entries": kernels._ENTRIES}),
-        ("_collect", "*i32", 1, {"casts": kernels.tl.float16, "entries": kernels._ENTRIES}),
-        ("_write", "", kernels._WRITE_WARPS, {"writes": False, **WRITING}),
-        ("_write", "", kernels._WRITE_WARPS, {"writes": True, **WRITING}),
+        ("_find", kernels._FIND_WARPS, COMPARISON),
+        ("_find", kernels._FIND_WARPS, CAST),
+        ("_write", kernels._WRITE_WARPS, {"writes": False, **WRITING}),
+        ("_write", kernels._WRITE_WARPS, {"writes": True, **WRITING}),
     ],
 )
-def test_kernel_compiles(name: str, masks: str, warps: int, constants: dict[str, Any]):
+def test_kernel_compiles(name: str, warps: int, constants: dict[str, Any]):
     kernel = getattr(kernels, name)
     values = {**kernels._CONSTANTS, **constants}
-    kinds = {
-        each: "constexpr" if each in values else masks if each == "masks" else KINDS.get(each, "i32")
-        for each in kernel.arg_names
-    }
+    kinds = {each: "constexpr" if each in values else KINDS.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in values.items()}
     compiled = triton.compile(ASTSource(kernel, kinds, places), target=HOPPER, options={"num_warps": warps})
     assert compiled.asm["cubin"]

@@ -1,15 +1,16 @@
 """The changed 16-bit words of memory, found in one pass and written into another copy of it.
 
-A trainer compares its pieces with their bases, the bytes of the last push. It notes the changed words, and makes the
-bases equal. Then it collects the noted words in a body. A worker has the same bytes, in regions at any addresses, and
-writes the changed words there.
+A trainer compares its pieces with their bases, the bytes of the last push. It writes the changed words into a body, and
+makes the bases equal. A worker has the same bytes, in regions at any addresses, and writes the changed words there.
 
-    body      counts, words
+    body      counts, starts, words
     counts    for each group of 256 words: the number of words in the body, 1 byte. 255 stands for 256
-    words     for each tile of 8192 words: positions in groups, then the low bytes, then the high bytes of the new words
+    starts    for each tile of 8192 words: the place of its words, as a number of words, 8 bytes
+    words     for each tile: the positions in groups, 1 byte, then the new words. If they are odd in number, each of the
+              two ends with room for one more
 
-A tile belongs to one piece. The tiles of a body are numbered through its pieces, in their order. A group with 255 or
-more changed words has all 256 in the body.
+A tile belongs to one piece. The tiles of a body are numbered through its pieces, in their order. Their words lie in any
+order, so that no tile waits for another one. A group with 255 or more changed words has all 256 in the body.
 
 A checksum proves the body and the bases. It is the sum of (new + 1) * weight over the words in the body. One tile in
 16, by turns, also adds the sum of new * weight over all of its words. So the unchanged words are proven too. Weights
@@ -29,6 +30,7 @@ from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE
 TILE = 8192
 GROUP = 256
 GROUPS = TILE // GROUP
+START_BYTES = 8
 NONE = -2
 """The sample of a push without a proof of unchanged words."""
 CHECKSUM = 0xFFFFFFFF
@@ -82,16 +84,16 @@ def tiles_of(words: int) -> int:
 
 def table_bytes(tiles: int) -> int:
     """Return the bytes of a body before its words."""
-    return GROUPS * tiles
+    return (GROUPS + START_BYTES) * tiles
 
 
 class ChangeFinder:
     """The comparison of pieces, in groups to be compared at different times. All groups have one body.
 
-    Group 0 is compared first, and each group is collected before the next one is compared.
+    Group 0 is compared first.
 
     tiles: the number of tiles of all groups.
-    words: int64. The number of words for the body, of the groups compared since group 0.
+    words: int64. The number of words with room in the body, of the groups compared since group 0.
     """
 
     def __init__(self, *groups: Sequence[Piece]) -> None:
@@ -102,59 +104,44 @@ class ChangeFinder:
         device = next((piece.new.device for pieces in groups for piece in pieces), None)
         self.words = torch.zeros(1, dtype=torch.int64, device=device)
         self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(table_bytes(self.tiles), dtype=torch.uint8, device=device)
-        self._noted: dict[int, torch.Tensor] = {}  # on a CPU, by tile: the places of its words
         self._launches: Any = None
         if device is not None and device.type == "cuda":
             from weightsync.kernels.changed_words_triton import FindLaunches
 
             self._launches = FindLaunches(groups)
 
-    def compare(self, group: int, sample: int) -> None:
-        """Note the changed words of a group, and make the bases equal.
+    def find(self, group: int, body: torch.Tensor, sample: int) -> None:
+        """Write the changed words of a group into the body, and make the bases equal.
 
+        On a GPU the work is queued on the current stream.
+
+        body: uint8, aligned to 8 bytes. Words without room in it are left out.
         sample: the number of the sample, `WHOLE`, or `NONE`.
         """
         if group == 0:
             self.words.zero_()
             self._sums.zero_()
         if self._launches is not None:
-            self._launches.compare(group, self._counts, self.words, self._sums, sample)
+            self._launches.run(group, body, self.words, self._sums, sample)
             return
-        tile = self._first_tiles[group]
+        tile, (counts, starts, words) = self._first_tiles[group], _split(body, self.tiles)
         for new, base in self._groups[group]:
             fresh, old = _words(new.to(base.dtype)), _words(base)
             for these, those in zip(fresh.split(TILE), old.split(TILE), strict=True):
-                at, self._counts[tile * GROUPS :][:GROUPS] = _note(these, those)
-                self._noted[tile] = at
-                self.words += len(at)
+                at, counts[tile] = _note(these, those)
+                values, starts[tile] = _unsigned(these), self.words
+                if (own := _of_tile(words, int(self.words), len(at))) is not None:
+                    own[0].copy_(at % GROUP)
+                    own[1].copy_(these[at])
+                self.words += _even(len(at))
+                self._sums[0] += _checksum(tile, at, values[at] + 1)
                 if sample in (WHOLE, tile % SAMPLES):
-                    self._sums[0] += _checksum(tile, torch.arange(len(these)), _unsigned(these))
+                    self._sums[0] += _checksum(tile, torch.arange(len(these)), values)
                 tile += 1
             old.copy_(fresh)
 
-    def collect(self, group: int, body: torch.Tensor) -> None:
-        """Write the noted words of a group into the body. The new values are still those compared.
-
-        body: uint8. Words without room in it are left out.
-        """
-        begin, end = self._first_tiles[group : group + 2]
-        body[begin * GROUPS : end * GROUPS] = self._counts[begin * GROUPS : end * GROUPS]
-        if self._launches is not None:
-            self._launches.collect(group, body, self._sums)
-            return
-        start = table_bytes(self.tiles) + 3 * (int(self.words) - sum(len(self._noted[n]) for n in range(begin, end)))
-        split = [these for new, base in self._groups[group] for these in _words(new.to(base.dtype)).split(TILE)]
-        for tile, these in enumerate(split, begin):
-            at = self._noted[tile]
-            value, size = _unsigned(these[at]), 3 * len(at)
-            if start + size <= body.numel():
-                body[start:][:size] = torch.cat([at % GROUP, value & 0xFF, value >> 8]).to(torch.uint8)
-            self._sums[0] += _checksum(tile, at, value + 1)
-            start += size
-
     def checksum(self) -> torch.Tensor:
-        """Return the checksum, once all groups are collected. Its low bits count."""
+        """Return the checksum, once all groups are found. Its low bits count."""
         return self._sums.sum()
 
 
@@ -175,34 +162,29 @@ class ChangeWriter:
 
             self._launches = WriteLaunch(self._first_tiles, regions)
 
-    def check(self, body: torch.Tensor, ends: torch.Tensor, sample: int) -> torch.Tensor:
-        """Return an int64 tensor: the checksum of the body over the memory as it is, and the number of changed words.
+    def check(self, body: torch.Tensor, sample: int) -> torch.Tensor:
+        """Return the checksum of the body over the memory as it is, int64. Its low bits count.
 
         On a GPU the work is queued on the current stream.
 
-        ends: of the body.
+        body: uint8, aligned to 8 bytes, with a table at least. Words that do not lie in it are left out.
         """
         sums = torch.zeros(SUMS, dtype=torch.int64, device=body.device)
-        self._run(body, ends, sums, sample, writes=False)
-        return torch.stack([sums.sum(), ends[-1]])
+        self._run(body, sums, sample, writes=False)
+        return sums.sum()
 
-    def write(self, body: torch.Tensor, ends: torch.Tensor) -> None:
-        """Write the changed words. On a GPU the work is queued on the current stream. `ends` are the body's."""
-        self._run(body, ends, torch.zeros(SUMS, dtype=torch.int64, device=body.device), NONE, writes=True)
+    def write(self, body: torch.Tensor) -> None:
+        """Write the changed words. On a GPU the work is queued on the current stream."""
+        self._run(body, torch.zeros(SUMS, dtype=torch.int64, device=body.device), NONE, writes=True)
 
-    def ends(self, body: torch.Tensor) -> torch.Tensor:
-        """Return for each tile the number of words in the body up to its end."""
-        counts = body[: table_bytes(self.tiles)].view(-1, GROUPS)
-        return (counts.sum(1) + (counts == GROUP - 1).sum(1)).cumsum(0)
-
-    def _run(self, body: torch.Tensor, ends: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
+    def _run(self, body: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
         if self._launches is not None:
-            self._launches.run(body, ends, sums, sample, writes)
+            self._launches.run(body, sums, sample, writes)
             return
         for region in self._regions:
             memory, begin = _words(region.memory), self._first_tiles[region.piece]
             for tile in range(begin + region.first // TILE, begin + -(-region.end // TILE)):
-                at, new = _read(body, tile, self.tiles, int(ends[tile]))
+                at, new = _read(body, tile, self.tiles)
                 first = (tile - begin) * TILE - region.first  # of the tile, in the region
                 inside = (at + first >= 0) & (at + first < memory.numel())
                 at, new = at[inside], new[inside]
@@ -216,6 +198,24 @@ class ChangeWriter:
                     sums[0] += _checksum(tile, at, _unsigned(new) - _unsigned(memory[at + first]))
 
 
+def _split(body: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the counts, the starts and the words of a body."""
+    counts, starts, words = body.tensor_split([GROUPS * tiles, table_bytes(tiles)])
+    return counts.view(-1, GROUPS), starts.view(torch.int64), words
+
+
+def _even(count: int) -> int:
+    return count + count % 2
+
+
+def _of_tile(words: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the positions and the new words of a tile in a body's words, or None if they do not lie there."""
+    if start % 2 or not 0 <= start <= len(words) // 3 - _even(count):
+        return None
+    first, middle = 3 * start, 3 * start + _even(count)
+    return words[first : first + count], words[middle : middle + 2 * count].view(torch.int16)
+
+
 def _note(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the places of a tile's words that come into the body, and the counts of its groups."""
     comes = torch.zeros(TILE, dtype=torch.bool)
@@ -225,15 +225,15 @@ def _note(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return comes.nonzero().view(-1), groups.sum(1).clamp(max=GROUP - 1).to(torch.uint8)
 
 
-def _read(body: torch.Tensor, tile: int, tiles: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(body: torch.Tensor, tile: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions in a tile and the new words. Return none if they do not lie in the body."""
-    counts = body[tile * GROUPS :][:GROUPS].long()
+    all_counts, starts, words = _split(body, tiles)
+    counts, start = all_counts[tile].long(), int(starts[tile])
     counts += counts == GROUP - 1
-    count, words = int(counts.sum()), body[table_bytes(tiles) :]
-    if 3 * end > words.numel():
+    if (own := _of_tile(words, start, int(counts.sum()))) is None:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int16)
-    places, low, high = words[3 * (end - count) :][: 3 * count].long().view(3, count)
-    return torch.arange(GROUPS).repeat_interleave(counts) * GROUP + places, (low | high << 8).to(torch.int16)
+    positions, new = own
+    return torch.arange(GROUPS).repeat_interleave(counts) * GROUP + positions, new
 
 
 def _checksum(tile: int, at: torch.Tensor, values: torch.Tensor) -> int:

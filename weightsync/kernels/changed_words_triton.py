@@ -1,8 +1,7 @@
 """The launches of `changed_words` on a GPU.
 
-`_compare` reads everything, and leaves masks of the changed words of each tile. `_collect` takes the lowest bit of each
-mask, until none is left. So it has the places of all words, and reads the words there at once. A program of `_write` is
-for the changed words of a tile in one region.
+A program of `_find` has the words of a tile in registers. It compares them, takes room for the changed ones, and writes
+one word of each row of eight in a step. A program of `_write` is for the changed words of a tile in one region.
 """
 
 from __future__ import annotations
@@ -17,14 +16,25 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.kernels.changed_words import GROUP, GROUPS, MIX, STEP_OF_PLACE, SUMS, TILE, Piece, Region, table_bytes
+from weightsync.kernels.changed_words import (
+    GROUP,
+    GROUPS,
+    MIX,
+    START_BYTES,
+    STEP_OF_PLACE,
+    SUMS,
+    TILE,
+    Piece,
+    Region,
+    table_bytes,
+)
 from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
 
 _FIELDS = 4
 _VECTOR_BYTES = 16
-_COMPARE_WARPS = 8
+_FIND_WARPS = 4
 _ENTRIES, _WRITE_WARPS = 128, 1
-"""Changed words per step of a program of the collecting and the writing, and the warps of the latter."""
+"""Changed words per step of a program of the writing, and its warps."""
 _CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -83,21 +93,64 @@ def _new_pairs(source, pair, inside, casts: tl.constexpr, aligned: tl.constexpr)
     return new
 
 
-@triton.jit(do_not_specialize=["begin", "sample"])  # type: ignore[untyped-decorator]
-def _compare(  # type: ignore[no-untyped-def]
+@triton.jit
+def _changed(new, old, own_pair):  # type: ignore[no-untyped-def]
+    """Return the changed words of each row, as bits: those of the low halves of its pairs, then of the high halves."""
+    differs = new ^ old
+    # The highest bit of each half with any bit: the addition carries into it from the lower ones.
+    halves = (((differs & 0x7FFF7FFF) + 0x7FFF7FFF) | differs) & 0x80008000
+    mask = tl.sum(halves >> (15 - own_pair).to(tl.uint32), axis=1)
+    return (mask | (mask >> 12)) & 0xFF
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of(new, pair, by_place: tl.constexpr, mixes: tl.constexpr):  # type: ignore[no-untyped-def]
+    values = (new & 0xFFFF) * _weight(2 * pair, by_place, mixes)
+    values += (new >> 16) * _weight(2 * pair + 1, by_place, mixes)
+    return tl.sum(tl.sum(values, axis=1), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_row_by_row(  # type: ignore[no-untyped-def]
+    positions, words, mask, row, own_pair, new, by_place: tl.constexpr, mixes: tl.constexpr
+):
+    """Write the positions and the words in the masks of a tile. Return their part of the checksum."""
+    left = _bits(mask)
+    to = tl.cumsum(left, axis=0) - left
+    checksum = tl.zeros_like(mask)
+    for _ in range(tl.max(left, axis=0)):
+        is_left = mask != 0
+        lowest = mask & (~mask + 1)
+        bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
+        half, its_pair = bit >> 2, bit & 3
+        both = tl.sum(tl.where(own_pair == its_pair[:, None], new, 0), axis=1)
+        word = (both >> (16 * half).to(tl.uint32)) & 0xFFFF
+        place = row * 8 + 2 * its_pair + half
+        tl.store(positions + to, place.to(tl.uint8), mask=is_left)
+        tl.store(words + to, word.to(tl.uint16), mask=is_left)
+        checksum += tl.where(is_left, (word + 1) * _weight(place, by_place, mixes), 0)
+        mask &= mask - 1
+        to += 1
+    return tl.sum(checksum, axis=0)
+
+
+@triton.jit(do_not_specialize=["begin", "tiles", "room", "sample"])  # type: ignore[untyped-decorator]
+def _find(  # type: ignore[no-untyped-def]
     table,
     jobs,
-    masks,
-    counts,
+    body,
     words,
     sums,
     begin,
+    tiles,
+    room,
     sample,
     casts: tl.constexpr,
     aligned: tl.constexpr,
     fields: tl.constexpr,
     groups: tl.constexpr,
     group: tl.constexpr,
+    start_bytes: tl.constexpr,
     several: tl.constexpr,
     samples: tl.constexpr,
     whole: tl.constexpr,
@@ -113,90 +166,32 @@ def _compare(  # type: ignore[no-untyped-def]
     base = (tl.load(piece + 1) + first * 2).to(tl.pointer_type(tl.uint32))
     if aligned:
         base, pairs = tl.multiple_of(base, 16), tl.multiple_of(pairs, 4)
-    # A thread reads the 4 pairs of a mask at once, and a warp a group.
-    per_group: tl.constexpr = group // 8
-    number = tl.arange(0, groups * per_group)
+    # A thread reads the 4 pairs of a row at once.
+    rows: tl.constexpr = groups * group // 8
+    row = tl.arange(0, rows)
     own_pair = tl.arange(0, 4)[None, :]
-    pair = number[:, None] * 4 + own_pair
+    pair = row[:, None] * 4 + own_pair
     inside = pair < pairs
     old = tl.load(base + pair, mask=inside, other=0)
     new = _new_pairs(source, pair, inside, casts, aligned)
-    differs = new ^ old
-    # The highest bit of each half with any bit: the addition carries into it from the lower ones.
-    halves = (((differs & 0x7FFF7FFF) + 0x7FFF7FFF) | differs) & 0x80008000
-    wide_mask = tl.sum(halves >> (15 - own_pair).to(tl.uint32), axis=1)
-    mask = (wide_mask | (wide_mask >> 12)) & 0xFF  # bits of the low halves, then of the high halves
-    tl.store(base + pair, new, mask=inside & (mask != 0)[:, None])
-    of_group = tl.reshape(mask, [groups, per_group])
-    count = tl.sum(_bits(of_group), axis=1)
+    mask = _changed(new, old, own_pair)
+    count = tl.sum(tl.reshape(_bits(mask), [groups, rows // groups]), axis=1)
     comes_whole = count >= group - 1
-    of_group = tl.where(comes_whole[:, None], 0xFF, of_group)
-    at = tile.to(tl.int64) * groups
-    tl.store(masks + at * per_group + number, tl.reshape(of_group, [groups * per_group]).to(tl.uint8))
-    tl.store(counts + at + tl.arange(0, groups), tl.minimum(count, group - 1).to(tl.uint8))
-    tl.store(words + tile, tl.sum(tl.where(comes_whole, group, count), axis=0))
+    total = tl.sum(tl.where(comes_whole, group, count), axis=0)
+    total += total & 1
+    start = tl.atomic_add(words, total.to(tl.int64), sem="relaxed")
+    tl.store(base + pair, new, mask=inside & (mask != 0)[:, None])
+    at = tile.to(tl.int64)
+    tl.store(body + at * groups + tl.arange(0, groups), tl.minimum(count, group - 1).to(tl.uint8))
+    tl.store((body + groups * tiles).to(tl.pointer_type(tl.int64)) + at, start)
     if (tile % samples == sample) | (sample == whole):
-        values = (new & 0xFFFF) * _weight(2 * pair, by_place, mixes)
-        values += (new >> 16) * _weight(2 * pair + 1, by_place, mixes)
-        checksum = tl.sum(tl.sum(values, axis=1), axis=0)
+        _add(sums, tile, _sum_of(new, pair, by_place, mixes), several, golden)
+    mask = tl.reshape(tl.where(comes_whole[:, None], 0xFF, tl.reshape(mask, [groups, rows // groups])), [rows])
+    if (total > 0) & (3 * (start + total) <= room):
+        positions = body + (groups + start_bytes) * tiles + 3 * start
+        own_words = (positions + total).to(tl.pointer_type(tl.uint16))
+        checksum = _write_row_by_row(positions, own_words, mask, row, own_pair, new, by_place, mixes)
         _add(sums, tile, checksum, several, golden)
-
-
-@triton.jit(do_not_specialize=["begin", "tiles", "room"])  # type: ignore[untyped-decorator]
-def _collect(  # type: ignore[no-untyped-def]
-    table,
-    jobs,
-    masks,
-    words,
-    ends,
-    body,
-    sums,
-    begin,
-    tiles,
-    room,
-    casts: tl.constexpr,
-    entries: tl.constexpr,
-    fields: tl.constexpr,
-    groups: tl.constexpr,
-    group: tl.constexpr,
-    several: tl.constexpr,
-    golden: tl.constexpr,
-    by_place: tl.constexpr,
-    mixes: tl.constexpr,
-):
-    job = jobs + 2 * (begin + tl.program_id(0)).to(tl.int64)
-    tile, piece = tl.load(job), table + tl.load(job + 1).to(tl.int64) * fields
-    row = tl.arange(0, groups * group // 32)
-    mask = tl.load(masks + tile.to(tl.int64) * (groups * group // 32) + row).to(tl.uint32, bitcast=True)
-    count = tl.load(words + tile)
-    start = 3 * (tl.load(ends + tile) - count)
-    if (count > 0) & (start + 3 * count <= room):
-        source = tl.load(piece) + (tile - tl.load(piece + 3)) * (groups * group) * (2 if casts is None else 4)
-        places = body + groups * tiles + start
-        low, high = places + count, places + 2 * count
-        own = _bits(mask) + _bits(mask >> 8) + _bits(mask >> 16) + _bits(mask >> 24)
-        next_place = tl.cumsum(own, axis=0) - own
-        for _ in range(tl.max(own, axis=0)):
-            is_left = mask != 0
-            lowest = mask & (~mask + 1)
-            bit = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # the exponent
-            at = row * 32 + (bit & 24) + 2 * (bit & 3) + ((bit >> 2) & 1)
-            tl.store(places + next_place, at.to(tl.uint8), mask=is_left)
-            tl.store(low + next_place, (at >> 8).to(tl.uint8), mask=is_left)  # the group, until the next loop
-            mask &= mask - 1
-            next_place += 1
-        tl.debug_barrier()
-        total = tl.zeros([entries], dtype=tl.uint32)
-        for from_entry in range(0, count, entries):
-            number = from_entry + tl.arange(0, entries)
-            valid = number < count
-            at = tl.load(places + number, mask=valid, other=0).to(tl.int32)
-            at += tl.load(low + number, mask=valid, other=0).to(tl.int32) * group
-            word = _new_words(source, at, valid, casts)
-            tl.store(low + number, word.to(tl.uint8), mask=valid)
-            tl.store(high + number, (word >> 8).to(tl.uint8), mask=valid)
-            total += tl.where(valid, (word + 1) * _weight(at, by_place, mixes), 0)
-        _add(sums, tile, tl.sum(total, axis=0), several, golden)
 
 
 @triton.jit(do_not_specialize=["tiles", "room", "sample"])  # type: ignore[untyped-decorator]
@@ -204,7 +199,6 @@ def _write(  # type: ignore[no-untyped-def]
     table,
     jobs,
     body,
-    ends,
     sums,
     tiles,
     room,
@@ -214,6 +208,7 @@ def _write(  # type: ignore[no-untyped-def]
     fields: tl.constexpr,
     groups: tl.constexpr,
     group: tl.constexpr,
+    start_bytes: tl.constexpr,
     several: tl.constexpr,
     samples: tl.constexpr,
     whole: tl.constexpr,
@@ -223,7 +218,7 @@ def _write(  # type: ignore[no-untyped-def]
 ):
     job = jobs + tl.program_id(0).to(tl.int64) * 2
     tile, own = tl.load(job), tl.load(job + 1)
-    end = tl.load(ends + tile)
+    start = tl.load((body + groups * tiles).to(tl.pointer_type(tl.int64)) + tile)
     counts = tl.load(body + tile.to(tl.int64) * groups + tl.arange(0, groups)).to(tl.int32)
     region = table + own.to(tl.int64) * fields
     begin = (tile - tl.load(region + 3)) * (groups * group)  # of the tile, in its piece
@@ -233,15 +228,15 @@ def _write(  # type: ignore[no-untyped-def]
     up_to = tl.cumsum(counts, axis=0)
     count = tl.sum(counts, axis=0)
     is_sampled = (tile % samples == sample) | (sample == whole)
-    if 3 * end <= room:
+    if (start >= 0) & (start % 2 == 0) & (start <= room // 3 - count - count % 2):
         total = tl.zeros([entries], dtype=tl.uint32)
-        words = body + groups * tiles + 3 * (end - count)
+        positions = body + (groups + start_bytes) * tiles + 3 * start
+        words = (positions + count + count % 2).to(tl.pointer_type(tl.uint16))
         for from_entry in range(0, count, entries):
             number = from_entry + tl.arange(0, entries)
             valid = number < count
-            at = tl.load(words + number, mask=valid, other=0).to(tl.int32)
-            word = tl.load(words + count + number, mask=valid, other=0).to(tl.uint32)
-            word |= tl.load(words + 2 * count + number, mask=valid, other=0).to(tl.uint32) << 8
+            at = tl.load(positions + number, mask=valid, other=0).to(tl.int32)
+            word = tl.load(words + number, mask=valid, other=0).to(tl.uint32)
             at += tl.sum((up_to[:, None] <= number[None, :]).to(tl.int32), axis=0) * group
             valid = valid & (at >= low) & (at < high)
             if writes:
@@ -266,6 +261,7 @@ _CONSTANTS = {
     "fields": _FIELDS,
     "groups": GROUPS,
     "group": GROUP,
+    "start_bytes": START_BYTES,
     "several": SUMS,
     "golden": signed(GOLDEN),
     "by_place": STEP_OF_PLACE,
@@ -291,12 +287,8 @@ class FindLaunches:
         kinds = [*map(_kind, pieces)]
         ends = [*accumulate(map(len, groups), initial=0)]
         of_group = np.append(firsts, counts.sum())[ends]  # the first tile of each group
-        self._bounds = of_group.tolist()
+        self._tiles = len(of_tile)
         self._table = self._on_gpu(np.column_stack([addresses, nbytes // 2, firsts]))
-        self._masks = torch.empty(len(of_tile) * TILE // 32, dtype=torch.int32, device=self._device)
-        # Of each tile, the words for the body, and the words up to its end.
-        self._words = torch.zeros(len(of_tile), dtype=torch.int32, device=self._device)
-        self._ends = torch.zeros(len(of_tile), dtype=torch.int64, device=self._device)
         self._launches = []
         for kind in dict.fromkeys(kinds):
             own = np.array([each == kind for each in kinds])[of_tile].nonzero()[0]
@@ -304,28 +296,11 @@ class FindLaunches:
             self._launches.append((jobs, np.searchsorted(own, of_group).tolist(), kind))
             _load_comparison(self._device, kind)
 
-    def compare(self, group: int, counts: torch.Tensor, words: torch.Tensor, sums: torch.Tensor, sample: int) -> None:
-        first, last = self._bounds[group : group + 2]
-        if first == last:
-            return
+    def run(self, group: int, body: torch.Tensor, words: torch.Tensor, sums: torch.Tensor, sample: int) -> None:
+        numbers = self._tiles, body.numel() - table_bytes(self._tiles), sample
         with torch.cuda.device(self._device):
             for jobs, begin, programs, kind in self._programs(group):
-                tables = self._table, jobs, self._masks.view(torch.uint8), counts, self._words, sums
-                constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
-                _compare[programs](*tables, begin, sample, **constants)
-            ends = self._ends[first:last]
-            torch.cumsum(self._words[first:last], 0, out=ends)
-            ends += words
-            words.copy_(ends[-1:])
-
-    def collect(self, group: int, body: torch.Tensor, sums: torch.Tensor) -> None:
-        tiles = self._bounds[-1]
-        with torch.cuda.device(self._device):
-            for jobs, begin, programs, kind in self._programs(group):
-                tables = self._table, jobs, self._masks, self._words, self._ends, body, sums
-                numbers = begin, tiles, body.numel() - table_bytes(tiles)
-                constants = {"casts": kind.casts, "entries": _ENTRIES, **_CONSTANTS, "num_warps": 1}
-                _collect[programs](*tables, *numbers, **constants)
+                _find[programs](self._table, jobs, body, words, sums, begin, *numbers, **_find_constants(kind))
 
     def _programs(self, group: int) -> Iterator[tuple[torch.Tensor, int, tuple[int], _Kind]]:
         """Yield the jobs of each kind, the first one of a group, and the grid for these."""
@@ -338,16 +313,16 @@ class FindLaunches:
         return torch.from_numpy(numbers).to(self._device)
 
 
+def _find_constants(kind: _Kind) -> dict[str, Any]:
+    return {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _FIND_WARPS}
+
+
 @cache
 def _load_comparison(device: torch.device, kind: _Kind) -> None:
-    """Compile the kernels, and load them into the GPU by launches without words. See `copies_triton._load`."""
+    """Compile the kernel, and load it into the GPU by a launch without words. See `copies_triton._load`."""
     with torch.cuda.device(device):
         table, jobs, body = (torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8))
-        constants = {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _COMPARE_WARPS}
-        _compare[(1,)](table, jobs, body, body, jobs, table, 0, 0, **constants)
-        constants = {"casts": kind.casts, "entries": _ENTRIES, **_CONSTANTS, "num_warps": 1}
-        _collect[(1,)](table, jobs, jobs, jobs, table, body, table, 0, 1, 0, **constants)
-        torch.cumsum(jobs, 0, out=table)
+        _find[(1,)](table, jobs, body, table, table, 0, 1, 0, 0, **_find_constants(kind))
 
 
 @cache
@@ -356,7 +331,7 @@ def _load_writing(device: torch.device) -> None:
         table, jobs, body = (torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8))
         for writes in (False, True):
             constants = {"writes": writes, "entries": _ENTRIES, **_SAMPLES, **_CONSTANTS, "num_warps": _WRITE_WARPS}
-            _write[(1,)](table, jobs, body, table, table, 1, 0, 0, **constants)
+            _write[(1,)](table, jobs, body, table, 1, 0, 0, **constants)
 
 
 def _kind(piece: Piece) -> _Kind:
@@ -383,8 +358,8 @@ class WriteLaunch:
         self._tiles = first_tiles[-1]
         _load_writing(self._device)
 
-    def run(self, body: torch.Tensor, ends: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
-        tables, room = (self._table, self._jobs, body, ends, sums), body.numel() - table_bytes(self._tiles)
+    def run(self, body: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
+        tables, room = (self._table, self._jobs, body, sums), body.numel() - table_bytes(self._tiles)
         constants = {"writes": writes, "entries": _ENTRIES, **_SAMPLES, **_CONSTANTS, "num_warps": _WRITE_WARPS}
         with torch.cuda.device(self._device):
             _write[(len(self._jobs),)](*tables, self._tiles, room, sample, **constants)

@@ -13,7 +13,7 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
@@ -34,10 +34,10 @@ WHOLE = -1
 _PARTS = 8
 _QUEUED = 3
 """Parts being compared at once. A GPU compares them while the workers are told to begin. More would delay that."""
+_ROOMS = _QUEUED + 1
+"""Parts with changes in memory at once. One is being sent."""
 _ROOM = 4
 """The bytes of a part for each byte of room for its changes. Each changed word takes three."""
-_BODIES = 3
-"""Parts with full rooms in memory at once."""
 _FIRST_REST, _LONGEST_REST = 2, 64
 """Numbers of pushes."""
 
@@ -157,7 +157,7 @@ class Bases:
         """Allocate, or take the bytes of `kept` bases with the same runs.
 
         on_host: keep the bytes in pinned host memory.
-        aside: the stream of the collecting, beside that of the comparisons.
+        aside: a second stream, for work that does not wait for later comparisons.
         """
         due = plan.due(first=False)
         self._aside = aside
@@ -172,8 +172,7 @@ class Bases:
         self._packed: set[int] = set()  # the chunks to compare in their slots
         self.parts = [self._comparison(chunks) for chunks in parts_of(due)]
         most = max((sum(part.rooms.values()) for part in self.parts), default=0)
-        self._bodies = torch.empty(_BODIES * most, dtype=torch.uint8, device=self._device)
-        self._used = 0  # bytes of bodies
+        self._rooms = torch.empty(_ROOMS * most, dtype=torch.uint8, device=self._device).chunk(_ROOMS)
         self._counting: dict[int, dict[int, Callable[[], int]]] = {}  # by part and chain: waits for the number of words
 
     def _comparison(self, chunks: Sequence[int]) -> PartComparison:
@@ -227,68 +226,59 @@ class Bases:
         self._counting.clear()
 
     def compare(self, first: int, sample: int | None) -> None:
-        """Begin to compare part number `first` and some after it. Those with chunks in slots are left to `find`."""
+        """Begin to compare part number `first` and some after it. Those with chunks in slots are left to `find`.
+
+        The changes of all parts before the one before `first` have been sent.
+        """
         for number, part in enumerate(self.parts[first : first + _QUEUED], first):
             if number not in self._counting and self._packed.isdisjoint(part.chunks):
-                for finder in part.finders.values():
-                    finder.compare(0, NONE if sample is None else sample)
-                self._counting[number] = {chain: _begin_to_read(finder.words) for chain, finder in part.finders.items()}
+                self._compare(number, sample)
 
-    def find(self, number: int, sample: int | None, free: Callable[[], None]) -> list[Found]:
+    def find(self, number: int, sample: int | None) -> list[Found]:
         """Find the changes of a part along each chain, and make the bases equal. Waits for the comparison.
 
-        On a GPU the changes are being collected on the stream `aside`.
-
-        free: waits until the bodies found so far have been sent.
+        The changes of all parts before the one before it have been sent.
         """
         part = self.parts[number]
-        if not self._packed.isdisjoint(part.chunks):
-            return self._find_in_slots(part, sample, free)
-        for chunk in part.chunks:
-            self._packer.gather(chunk)
-        self.compare(number, sample)
-        sizes = {}
+        if self._packed.isdisjoint(part.chunks):
+            for chunk in part.chunks:
+                self._packer.gather(chunk)
+            self.compare(number, sample)
+        else:
+            self._compare(number, sample)
+        bodies, found = self._bodies(number), []
         for chain, count in self._counting.pop(number).items():
-            size = table_bytes(part.finders[chain].tiles) + 3 * count()
-            if size <= part.rooms[chain]:
-                sizes[chain] = size
-        bodies = self._allocate(sizes, free)
-        with self._aside:
-            for chain, body in bodies.items():
-                part.finders[chain].collect(0, body)
-            return [Found(chain, bodies.get(chain), finder.checksum()) for chain, finder in part.finders.items()]
-
-    def _find_in_slots(self, part: PartComparison, sample: int | None, free: Callable[[], None]) -> list[Found]:
-        """Find the changes of a part with chunks in their slots. Each is collected before the next one comes there."""
-        bodies = self._allocate(part.rooms, free)
-        for at, group in enumerate(part.groups):
-            for number in group:
-                if number in self._packed:
-                    for section in self._layout[number].values():
-                        section.clear_gaps(self._slot(number))
-                    self._packer.fill(number, None)
-                else:
-                    self._packer.gather(number)
-            for chain, finder in part.finders.items():
-                finder.compare(at, NONE if sample is None else sample)
-                finder.collect(at, bodies[chain])
-        found = []
-        for chain, finder in part.finders.items():
-            size = table_bytes(finder.tiles) + 3 * int(finder.words)  # waits for the collecting
+            finder, size = part.finders[chain], table_bytes(part.finders[chain].tiles) + 3 * count()
             with self._aside:
                 body = bodies[chain][:size] if size <= part.rooms[chain] else None
                 found.append(Found(chain, body, finder.checksum()))
         return found
 
-    def _allocate(self, sizes: Mapping[int, int], free: Callable[[], None]) -> dict[int, torch.Tensor]:
-        """Return memory for bodies along chains."""
-        aligned = [align(size) for size in sizes.values()]
-        if self._used + sum(aligned) > self._bodies.numel():
-            free()
-            self._used = 0
-        split = self._bodies[self._used :][: sum(aligned)].split(aligned)
-        self._used += sum(aligned)
-        return {chain: body[: sizes[chain]] for chain, body in zip(sizes, split, strict=True)}
+    def _compare(self, number: int, sample: int | None) -> None:
+        """Begin to compare a part. A slot's bytes are compared before the next chunk comes there."""
+        part, bodies = self.parts[number], self._bodies(number)
+        for at, group in enumerate(part.groups):
+            if not self._packed.isdisjoint(part.chunks):
+                for chunk in group:
+                    self._pack(chunk)
+            for chain, finder in part.finders.items():
+                finder.find(at, bodies[chain], NONE if sample is None else sample)
+        self._counting[number] = {chain: _begin_to_read(finder.words) for chain, finder in part.finders.items()}
+
+    def _pack(self, number: int) -> None:
+        """Write a chunk into its slot, if it is compared there."""
+        if number not in self._packed:
+            self._packer.gather(number)
+            return
+        for section in self._layout[number].values():
+            section.clear_gaps(self._slot(number))
+        self._packer.fill(number, None)
+
+    def _bodies(self, number: int) -> dict[int, torch.Tensor]:
+        """Return the rooms for the changes of a part along each chain."""
+        rooms = self.parts[number].rooms
+        memory = self._rooms[number % _ROOMS][: sum(rooms.values())]
+        return dict(zip(rooms, memory.split([*rooms.values()]), strict=True))
 
 
 def _empty(nbytes: int, device: torch.device, on_host: bool) -> torch.Tensor:

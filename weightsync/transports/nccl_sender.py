@@ -279,15 +279,16 @@ class ChangeSender(Sender):
             under_way.bound(left, wait, update.deadline_after_workers())
 
         for part in range(count):
-            found = bases.find(part, sample, wait_sent)
+            found = bases.find(part, sample)
             _ = [*islice(chunks, len(bases.parts[part].chunks))]  # the progress bar follows
             fits = fits and all(each.body is not None for each in found)
+            earlier = len(under_way)
             with self._aside:  # not behind the comparisons
                 self._send_heads(2 * part, found, fits, under_way)
                 bodies = [(each.body, each.chain) for each in found if each.body is not None and each.body.numel()]
                 if fits and bodies:
                     self._start(len(self.layout) + 2 * part + 2, bodies, under_way)
-            wait_sent(AHEAD)
+            wait_sent(len(under_way) - earlier)
         wait_sent()
         fits = bool(update.ranks.broadcast(all(update.ranks.gather(fits, "transfer")), "transfer"))
         empty, nothing = torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64, device=self.device)

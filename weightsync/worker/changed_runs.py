@@ -29,16 +29,11 @@ _LEAST_BYTES = 1024
 
 
 class _Arrived(NamedTuple):
-    """Changes under way into memory.
-
-    ends: of the body, as given by the writer.
-    sums: the checksum here, and the number of changed words.
-    """
+    """Changes under way into memory. checksum: of the memory here."""
 
     changes: Changes
     writer: ChangeWriter
-    ends: torch.Tensor
-    sums: torch.Tensor
+    checksum: torch.Tensor
 
 
 class ChangedRuns:
@@ -76,22 +71,17 @@ class ChangedRuns:
         writer = self._writers[changes.chunks[0], changes.rank]
         if changes.body.numel() < (least := table_bytes(writer.tiles)):
             raise ProtocolError(f"changes of {changes.body.numel()} bytes came, expected at least {least}")
-        ends = writer.ends(changes.body)
-        sums = writer.check(changes.body, ends, NONE if sample is None else sample)
-        self._arrived.append(_Arrived(changes, writer, ends, sums))
+        checksum = writer.check(changes.body, NONE if sample is None else sample)
+        self._arrived.append(_Arrived(changes, writer, checksum))
 
-    def finish_checks(self, sample: int | None) -> None:
+    def finish_checks(self) -> None:
         """Compare the changes, and a sample of the bytes of the last push, with the checksums. Waits for the GPU.
 
-        Raises:
-            ProtocolError: A body is broken.
-            DigestError: Changes were damaged, or this worker has other bytes than the last push.
+        Raises `DigestError` if changes were damaged, or this worker has other bytes than the last push.
         """
-        sums = torch.stack([each.sums for each in self._arrived]).tolist() if self._arrived else ()
-        for (each, writer, *_), (checksum, words) in zip(self._arrived, sums, strict=True):
-            if each.body.numel() != table_bytes(writer.tiles) + 3 * words:
-                raise ProtocolError(f"changes of {words} words came in {each.body.numel()} bytes")
-            if sample is not None and (checksum ^ each.checksum) & CHECKSUM:
+        checksums = torch.stack([each.checksum for each in self._arrived]).tolist() if self._arrived else ()
+        for (each, *_), checksum in zip(self._arrived, checksums, strict=True):
+            if (checksum ^ each.checksum) & CHECKSUM:
                 raise DigestError(
                     f"the changes in chunks {each.chunks[0]} to {each.chunks[-1]} from trainer rank {each.rank} were "
                     "damaged, or this worker has other bytes than the last push. Nothing was written. Push again: the "
@@ -100,8 +90,8 @@ class ChangedRuns:
 
     def write(self) -> int:
         """Write the changed words. On a GPU the work is queued on the current stream. Return the bytes read."""
-        for changes, writer, ends, _ in self._arrived:
-            writer.write(changes.body, ends)
+        for changes, writer, _ in self._arrived:
+            writer.write(changes.body)
         nbytes = sum(each.changes.body.numel() for each in self._arrived)
         self.clear()
         return nbytes

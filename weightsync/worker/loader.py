@@ -374,7 +374,7 @@ class _BoundPlan:
             if source.changes(changing, wait, new_deadline, lambda changes: changed.add(changes, go.sample)):
                 loaded += changing
                 transfer_s, since = time.perf_counter() - since, time.perf_counter()
-                changed.finish_checks(go.sample)
+                changed.finish_checks()
                 verify_s, since = time.perf_counter() - since, time.perf_counter()
             else:
                 changed.clear()
