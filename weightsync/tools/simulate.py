@@ -34,7 +34,7 @@ _BY_ROWS = 2 / 3
 """The share of a transformer's weights that both tensor parallelism and FSDP or ZeRO divide by rows."""
 _ENCODE_S, _DECODE_S = (0.9, 15.5), (0.1, 12.0)
 """Seconds of a core for 1 GB: without any change, and in addition if everything has changed."""
-_COMPARE_S, _WRITE_S = (0.6e-3, 5.5e-3), (0.15e-3, 3.6e-3)
+_COMPARE_S, _WRITE_S = (0.6e-3, 3.9e-3), (0.15e-3, 3.6e-3)
 """Seconds of an H200 for 1 GB: without any change, and in addition if everything has changed."""
 _HEADS_S = 8 * 0.3e-3
 """The messages before the parts of a push of changes, one after the other."""
@@ -214,7 +214,7 @@ def _deltas(nbytes: int, t: Topology) -> dict[str, float]:
 
 def _changes(nbytes: int, t: Topology) -> dict[str, float]:
     """Return the parts of a push of changed words between GPUs. A part travels while the next one is compared."""
-    share = (3 * t.changed + 1 / 256) / 2  # of a word: 3 bytes if it has changed, and a 256th of a count
+    share = (3 * t.changed + 1 / 256 + 8 / 8192) / 2  # 3 bytes of a changed word, a group's count, a tile's start
     sending_s, passing_s = (share * seconds for seconds in _broadcast(nbytes, t).values())
     comparing_s, writing_s = (
         nbytes / holders / 1e9 * (least + more * t.changed)
