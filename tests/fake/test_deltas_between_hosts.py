@@ -29,6 +29,8 @@ WIDTH, ROWS = 1024, 512
 LAYER_BYTES = 2 * WIDTH * ROWS
 TOPOLOGY = "hosts=2,gpus_per_host=1,ranks=1,tp=1,network=0.0238,chunk_mib=4,fixed_s=0.025"
 """Links of `RATE` without what headers take of it, as `plan --simulate` is told."""
+NETWORK = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
+"""NCCL sees two hosts by their names and boot ids, and goes over their cables."""
 ALL_OTHER = 0.0
 """In place of a learning rate: each push has other weights altogether."""
 
@@ -52,11 +54,14 @@ class Layers(nn.Module):
 # What runs on the hosts
 
 
-def serve(host: Host, layers: int) -> None:
-    os.environ[KEY] = SECRET
+def serve(host: Host, layers: int, device: str = "cpu") -> None:
+    os.environ |= {KEY: SECRET, **NETWORK}
     torch.set_num_threads(1)
     tensors = {name: tensor.bfloat16() for name, tensor in weights(layers, 0).items()}
-    server = FakeServer(FakeEngine(ModuleHost(lambda: Layers(layers), tensors)), PORT)
+    engine = ModuleHost(lambda: Layers(layers), tensors)
+    engine.device = torch.device(device)
+    engine.live.to(device)
+    server = FakeServer(FakeEngine(engine), PORT)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     host.kept.append(server)
 
@@ -64,8 +69,9 @@ def serve(host: Host, layers: int) -> None:
 class Trainer:
     """A policy in float32, of which bfloat16 is pushed."""
 
-    def __init__(self, layers: int, urls: list[str], encoding: str | None) -> None:
-        self.master = weights(layers, 1)
+    def __init__(self, layers: int, urls: list[str], encoding: str | None, device: str = "cpu") -> None:
+        self.device = device
+        self.master = {name: tensor.to(device) for name, tensor in weights(layers, 1).items()}
         self.model = module_of({name: tensor.bfloat16() for name, tensor in self.master.items()})
         self.sync = WeightSync(
             "fsdp", "broadcast", urls, encoding=encoding, timeout_s=TIMEOUT_S, max_bytes=4 * LAYER_BYTES
@@ -74,9 +80,9 @@ class Trainer:
     def step(self, lr: float, seed: int) -> float:
         """Return the share of values that it has changed."""
         changed = 0
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator(self.device).manual_seed(seed)
         for name, param in self.model.named_parameters():
-            step = torch.randn(ROWS, WIDTH, generator=draw)
+            step = torch.randn(ROWS, WIDTH, generator=draw, device=self.device)
             self.master[name] = 0.02 * step if lr == ALL_OTHER else self.master[name] + 0.3 * lr * step
             before = param.data.clone()
             param.data.copy_(self.master[name])
@@ -88,7 +94,7 @@ class Trainer:
 
 
 def connect(host: Host, *arguments: Any) -> None:
-    os.environ[KEY] = SECRET
+    os.environ |= {KEY: SECRET, **NETWORK}
     torch.set_num_threads(1)
     host.kept.append(Trainer(*arguments))
     host.kept[0].sync.push(host.kept[0].model)
@@ -120,7 +126,7 @@ def pushed(host: Host) -> dict[str, int]:
 
 def digests(model: nn.Module) -> dict[str, int]:
     """Return the digest of each parameter's bytes."""
-    return {name: digest(param.data.view(-1).view(torch.uint8)) for name, param in model.named_parameters()}
+    return {name: digest(param.data.cpu().view(-1).view(torch.uint8)) for name, param in model.named_parameters()}
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -229,3 +235,35 @@ def test_seconds_of_a_push(tmp_path: Path, rate: str, of_each: int):
             for fleet, trainer in zip(engines, trainers, strict=True):
                 held = trainer.call(pushed)
                 assert all(engine.call(served) == held for engine in fleet)
+
+
+@all_hosts
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("rate", [RATE, "1gbit", "10gbit"])
+def test_seconds_of_a_push_between_gpus_of_two_hosts(tmp_path: Path, rate: str):
+    """Print a row of docs/evidence/deltas.md for each learning rate, as between CPUs."""
+    print_turns(tmp_path, rate, ("cuda:0", "cuda:1"))
+
+
+def print_turns(tmp_path: Path, rate: str, devices: tuple[str, str]) -> None:
+    layers, count = 28 if rate == RATE else 280, 5
+    with Hosts("A", "B", "C", shared=tmp_path) as hosts:
+        engines, trainers = [hosts.python(name) for name in "BC"], [hosts.python("A") for _ in "BC"]
+        for engine in engines:
+            engine.call(serve, layers, devices[1])
+        for name in "ABC":
+            hosts.link(name, rate=rate)
+        for trainer, name, encoding in zip(trainers, "BC", (None, "delta"), strict=True):
+            trainer.call(connect, layers, [f"http://{name}:{PORT}"], encoding, devices[0])
+        print(f"\n{rate}, GPUs, {layers * LAYER_BYTES / 1e6:.1f} MB")
+        for lr in (1e-6, 1e-5):
+            rows = [[trainer.call(step_and_push, lr, 10 + n) for trainer in trainers] for n in range(count)]
+            whole, changes = ([median(row[end][at] for row in rows) for at in range(2)] for end in range(2))
+            share = rows[-1][1][3]
+            print(
+                f"| {rate} | {share:.2%} | {whole[1]:.3f} s | {changes[1]:.3f} s | {whole[0] / 1e6:.1f} MB "
+                f"| {changes[0] / 1e6:.2f} MB |",
+                flush=True,
+            )
+            for engine, trainer in zip(engines, trainers, strict=True):
+                assert engine.call(served) == trainer.call(pushed)
