@@ -13,14 +13,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
-from engines import IN_CORE
+from engines import IN_CORE, has_plug_ins
 from test_engines import http_engine, loop_in_a_thread, push_once
 
 from weightsync import WeightSync
@@ -381,42 +383,58 @@ def change_adapters_of_a_server(engine: HttpEngine, url: str, folder: Path) -> N
     assert engine.has_adapter(other)
 
 
-def push_by_the_extension(url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def push_by_the_extension(url: str) -> None:
     """As into a server whose vLLM has no plug-ins: other weights, and then those that it was started cold from."""
-    monkeypatch.setattr(calls, "PLUG_INS_SINCE", (99, 0))
-    cold = complete(url, model, 8)
+    cold = complete(url, "base", 8)
     trained = tiny_models.build("qwen3", "A")
     with WeightSync("fsdp", "ipc", url, timeout_s=60.0) as sync:
         tiny_models.fill(trained, "B")
         sync.push(trained)
-        assert complete(url, model, 8) != cold
+        assert complete(url, "base", 8) != cold
         tiny_models.fill(trained, "A")
         assert sync.push(trained).version == 2
-        assert complete(url, model, 8) == cold
+        assert complete(url, "base", 8) == cold
 
 
-def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
+@contextmanager
+def server_with_the_extension(folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> Iterator[str]:
+    """Start a server of the weights "A" by vLLM's own command, and yield its address. End it afterwards."""
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
     monkeypatch.setenv("VLLM_API_KEY", "sk-of-this-test")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host=127.0.0.1", f"--port={port}"]
-    checkpoint = tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "A")  # dummy weights answer nothing
-    command += [f"--model={checkpoint}", "--skip-tokenizer-init", "--enforce-eager"]
-    command += ["--max-model-len=256", "--enable-lora", "--max-lora-rank=8"]
+    checkpoint = tiny_models.save(tiny_models.build("qwen3", "A"), folder / "A")  # dummy weights answer nothing
+    command += [f"--model={checkpoint}", "--served-model-name=base", "--skip-tokenizer-init", "--enforce-eager"]
+    command += ["--max-model-len=256", *options]
     command += ["--worker-extension-cls=weightsync.vllm.extension.WeightSyncWorkerExtension"]
-    with (tmp_path / "log").open("wb") as log:
+    with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        engine = http_engine(f"http://localhost:{port}", timeout_s=30.0)
+        url = f"http://localhost:{port}"
+        engine = http_engine(url)
         deadline = time.monotonic() + 400
         while not engine.is_alive():
-            text = (tmp_path / "log").read_text()
+            text = (folder / "log").read_text()
             assert process.poll() is None, text
             assert time.monotonic() < deadline, text
             time.sleep(0.3)
+        yield url
+        assert engine.is_alive()
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)
+
+
+def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    with server_with_the_extension(tmp_path, monkeypatch, "--enable-lora", "--max-lora-rank=8") as url:
+        engine = http_engine(url, timeout_s=30.0)
         for mode in ("keep", "wait", "abort"):
             engine.pause(mode)
             engine.reset_caches()
@@ -428,20 +446,21 @@ def test_a_real_server_without_the_plug_in(model_dir, tmp_path, monkeypatch):
         assert engine.version() == "6"
         with pytest.raises(EngineError, match=r"no weightsync plug-in.*Weight transfer not configured"):
             engine.init({"a": 1})
-        push_by_the_extension(f"http://localhost:{port}", str(checkpoint), monkeypatch)
+        with monkeypatch.context() as older:
+            older.setattr(calls, "PLUG_INS_SINCE", (99, 0))
+            push_by_the_extension(url)
         with monkeypatch.context() as without:
             without.delenv("VLLM_API_KEY")
             with pytest.raises(EngineError, match="VLLM_API_KEY of this process is not set"):
-                http_engine(f"http://localhost:{port}").call("GET", "/v1/models")
-        change_adapters_of_a_server(engine, f"http://localhost:{port}", tmp_path)
-        assert engine.is_alive()
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(20)
+                http_engine(url).call("GET", "/v1/models")
+        change_adapters_of_a_server(engine, url, tmp_path)
     assert not engine.is_alive()
     with pytest.raises(EngineUnreachableError):
         engine.start()
+
+
+def test_a_server_of_a_vllm_that_has_no_plug_ins(model_dir, tmp_path, monkeypatch):
+    if has_plug_ins():
+        pytest.skip("this vLLM has plug-ins, and the test above pushes by the worker extension")
+    with server_with_the_extension(tmp_path, monkeypatch) as url:
+        push_by_the_extension(url)

@@ -32,6 +32,8 @@ CHECKS = {
     "healed": "test_failures.py::test_a_worker_that_raises_while_it_loads[0-ipc]",
     "trainer's side": "test_vllm_trainer.py::test_what_vllms_trainer_engine_sends_equals_cold[ipc]",
 }
+BEFORE_PLUG_INS = {"server": "test_engine_clients.py::test_a_server_of_a_vllm_that_has_no_plug_ins"}
+"""The checks of a vLLM before 0.25 in the place of those above."""
 NO_ENVIRONMENT = dict.fromkeys(CHECKS, "skipped: no environment, for want of its packages")
 NOT_OURS = {
     "Failed to find a kernel": "skipped: this vLLM has no such kernel for CPUs",
@@ -55,9 +57,9 @@ TAIL = """
 - server, healed: an HTTP server that a failed push has left `POISONED`, and an engine that the next push heals.
 - trainer's side: [vLLM's trainer interface](../use/vllm-trainer.md).
 
-Before vLLM 0.25 the engines have the [worker extension](../use/engines.md#the-worker-extension), and no server is
-started by `weightsync serve`. vLLM up to 0.26 wants torch 2.11: here it was the build for CUDA, which pip takes from
-PyPI where no index offers one for CPUs.
+Before vLLM 0.25 engines have the [worker extension](../use/engines.md#the-worker-extension). vLLM's own command starts
+the server there, and two pushes equal cold. vLLM up to 0.26 wants torch 2.11: here it was the build for CUDA, which pip
+takes from PyPI where no index offers one for CPUs.
 
 0.26.0 ran on GPUs: see [the benchmarks](../reference/benchmarks.md). `make test-verl` runs 0.24.0, by the worker
 extension. vLLM 0.33 never ran: it has no wheel for CPUs. `make test-versions` also pushes over `ipc` and
@@ -72,7 +74,8 @@ def run(version: str, python: Path) -> dict[str, str]:
     report = ROOT / f".versions/{version}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    nodes = [f"tests/engine/{node}" for node in CHECKS.values()]
+    checks = CHECKS | (BEFORE_PLUG_INS if [*map(int, version.split("."))] < [0, 25] else {})
+    nodes = [f"tests/engine/{node}" for node in checks.values()]
     options = ["-q", "-p", "no:cacheprovider", "--timeout", "180", "-o", "junit_logging=all"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     environment = os.environ | {"PYTHONPATH": paths}
@@ -80,21 +83,21 @@ def run(version: str, python: Path) -> dict[str, str]:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0"
     command = [python, "-m", "pytest", *options, f"--junitxml={report}", *nodes]
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
-    results = read(report)
+    results = read(report, checks)
     for (of, check), why in NOTHING_TO_EQUAL.items():
         if of == version and results[check].startswith("failure: AssertionError: push"):
             results[check] = why
     return results
 
 
-def read(report: Path) -> dict[str, str]:
-    """Return the results in a JUnit file, by check."""
+def read(report: Path, checks: dict[str, str]) -> dict[str, str]:
+    """Return the results of these checks in a JUnit file."""
     found = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
         fault = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
         found[name] = "yes" if fault is None else outcome(fault, "".join(case.itertext()))
-    return {check: found.get(node, "did not run") for check, node in CHECKS.items()}
+    return {check: found.get(node, "did not run") for check, node in checks.items()}
 
 
 def outcome(fault: ElementTree.Element, log: str) -> str:
