@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,21 @@ def test_a_push_waits_for_them(copies: list[Callable[[], Any]]) -> None:
             sync.push(model)
             live, expected = engine.hosts[0].live.parameters(), cold(checkpoint(number)).parameters()
             assert all(map(torch.equal, live, expected))
+    engine.close()
+
+
+@pytest.mark.parametrize("is_iterator", [False, True])
+def test_a_stream_is_read_after_them(copies: list[Callable[[], Any]], is_iterator: bool) -> None:
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpoint(2).items():
+            coming = torch.zeros_like(tensor)
+            copies.append(partial(coming.copy_, tensor))
+            yield name, coming
+
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    with WeightSync("stream", "ipc", engine) as sync:
+        sync.push(stream() if is_iterator else stream)
+        assert all(map(torch.equal, engine.hosts[0].live.parameters(), cold(checkpoint(2)).parameters()))
     engine.close()
 
 

@@ -117,10 +117,18 @@ class Reading:
         return join_runs([shard.tensor for shard in self.lying])
 
 
-def settled(reading: Reading) -> Reading:
-    """Return `reading`, once the current GPU has ended its copies to the CPU, as by `to("cpu", non_blocking=True)`."""
-    if torch.cuda.is_initialized() and not reading.is_on_gpus:
+def wait_for_copies(is_on_gpus: bool) -> None:
+    """Wait until the current GPU has ended its copies to the CPU, as by `to("cpu", non_blocking=True)`.
+
+    is_on_gpus: whether all tensors to be read are on GPUs. Their values are waited for on the GPU.
+    """
+    if torch.cuda.is_initialized() and not is_on_gpus:
         torch.cuda.synchronize()
+
+
+def settled(reading: Reading) -> Reading:
+    """Return `reading`, once its tensors on the CPU have their values."""
+    wait_for_copies(reading.is_on_gpus)
     return reading
 
 
@@ -128,7 +136,8 @@ def settled(reading: Reading) -> Reading:
 class ShardSource(Protocol):
     """One trainer backend. Implement it to push from a trainer of your own.
 
-    No forward or backward may be running. The trainer's GPU work may still be queued.
+    No forward or backward may be running. The trainer's GPU work may still be queued. Tensors on the CPU have their
+    values: a source waits for copies from a GPU to them.
     """
 
     def read(self, model: Model) -> Reading:

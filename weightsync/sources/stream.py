@@ -21,7 +21,7 @@ from weightsync.net.ranks import place_among
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.report import format_bytes
 from weightsync.selection import TensorSelection
-from weightsync.sources.base import Barrier, Model, Reading, TensorShard, dtype_name
+from weightsync.sources.base import Barrier, Model, Reading, TensorShard, dtype_name, settled, wait_for_copies
 from weightsync.sources.declared import declared, has_shards, held_names, is_declared, local_shards, whole_tensors
 from weightsync.sources.module import ON_META, readable
 
@@ -105,7 +105,7 @@ class StreamSource:
     def read(self, model: Model) -> Reading:
         self._run = _Run()
         if has_shards(model):
-            return local_shards(model, self._rank(), self.selection)
+            return settled(local_shards(model, self._rank(), self.selection))
         if is_declared(model):
             known = [meta for meta in declared(model) if not self.selection.excludes(meta.name)]
             self._know(known, held_names(model, self._rank()))
@@ -222,6 +222,7 @@ class StreamSource:
             match pair:
                 case (str(name), torch.Tensor() as tensor):
                     if not self.selection.excludes(name):
+                        wait_for_copies(tensor.is_cuda)
                         yield _arrival(name, tensor)
                 case (str(name), None) if declares and name not in self._held:
                     if (at := self._places.get(name)) is not None:
