@@ -34,7 +34,7 @@ WHOLE = -1
 _PARTS = 8
 _QUEUED = 3
 """Parts being compared at once. A GPU compares them while the workers are told to begin. More would delay that."""
-_ROOMS = _QUEUED + 1
+_HELD = _QUEUED + 1
 """Parts with changes in memory at once. One is being sent."""
 _ROOM = 4
 """The bytes of a part for each byte of room for its changes. Each changed word takes three."""
@@ -172,7 +172,7 @@ class Bases:
         self._packed: set[int] = set()  # the chunks to compare in their slots
         self.parts = [self._comparison(chunks) for chunks in parts_of(due)]
         most = max((sum(part.rooms.values()) for part in self.parts), default=0)
-        self._rooms = torch.empty(_ROOMS * most, dtype=torch.uint8, device=self._device).chunk(_ROOMS)
+        self._rooms = torch.empty(_HELD * most, dtype=torch.uint8, device=self._device).chunk(_HELD)
         self._counting: dict[int, dict[int, Callable[[], int]]] = {}  # by part and chain: waits for the number of words
 
     def _comparison(self, chunks: Sequence[int]) -> PartComparison:
@@ -277,7 +277,7 @@ class Bases:
     def _bodies(self, number: int) -> dict[int, torch.Tensor]:
         """Return the rooms for the changes of a part along each chain."""
         rooms = self.parts[number].rooms
-        memory = self._rooms[number % _ROOMS][: sum(rooms.values())]
+        memory = self._rooms[number % _HELD][: sum(rooms.values())]
         return dict(zip(rooms, memory.split([*rooms.values()]), strict=True))
 
 
