@@ -1,4 +1,4 @@
-"""verl's own `main_ppo`: its trainer, FSDP2 engine with `param_offload`, agent loop, and an engine of two workers."""
+"""verl's own `main_ppo`: its trainers, FSDP2 engine with `param_offload`, agent loop, and vLLM servers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1
 +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=weightsync.integrations.verl_worker.WorkerExtension
 ray_kwargs.ray_init.num_cpus=64 +ray_kwargs.ray_init.num_gpus=2 +ray_kwargs.ray_init.include_dashboard=false
 """
+SEPARATE = """
+trainer.v1.trainer_mode=weightsync_separate_async trainer.v1.separate_async.parameter_sync_step=1
+trainer.v1.separate_async.num_warmup_batches=0 trainer.v1.separate_async.hybrid_rollout.enable_switch=true
+trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.nnodes=1
+actor_rollout_ref.rollout.n_gpus_per_node=1
+"""
+"""With `hybrid_engine=true`, verl's default: a replica on the trainer's GPU beside one on its own. Both answer."""
 
 
 def save_model(folder: Path) -> None:
@@ -56,7 +63,8 @@ def save_model(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
-def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["", SEPARATE], ids=["sync", "separate_async"])
+def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path, mode: str) -> None:
     save_model(tmp_path / "model")
     told = {"data_source": "toy", "ability": "x", "reward_model": {"style": "rule", "ground_truth": ""}}
     texts = [" ".join(f"t{(i * 7 + j) % 240 + 3}" for j in range(6)) for i in range(16)]
@@ -77,7 +85,8 @@ def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path) ->
         "VERL_USE_EXTERNAL_MODULES": "ppo_cpu,weightsync.integrations.verl_trainer",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *OPTIONS.split(), *files]
+    options = {option.partition("=")[0]: option for option in [*OPTIONS.split(), *mode.split(), *files]}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *options.values()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     # The engine starts from random weights. Its tokens' probabilities equal the trainer's, to bfloat16's precision.
