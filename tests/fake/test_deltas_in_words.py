@@ -126,6 +126,34 @@ def test_a_trainer_that_fails_between_two_parts_leaves_the_old_weights(
     trainer.sync.close()
 
 
+def test_a_measured_push_allocates_nothing(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+    log, after = list[str](), iter([1, 0, 2, 1, 0, 0])
+
+    class Rests(nccl_sender.Choice):
+        def begin(self) -> None:
+            log.append("begin")
+
+        def after(self) -> int:
+            return next(after)
+
+    class Allocated(nccl_sender.Bases):
+        def __init__(self, *args: Any) -> None:
+            log.append("allocate")
+            super().__init__(*args)
+
+    monkeypatch.setattr(nccl_sender, "Choice", Rests)
+    monkeypatch.setattr(nccl_sender, "Bases", Allocated)
+    trainer = Trainer(engine, "auto")
+    sent = []
+    for _ in range(6):
+        trainer.step()
+        sent.append(trainer.push().sent_bytes >= NBYTES)
+    trainer.sync.close()
+    assert sent == [True, True, False, True, True, False]
+    # The fourth push frees the copy, and the last whole one before changes allocates it again.
+    assert log == ["allocate", *["begin"] * 4, "allocate", *["begin"] * 2]
+
+
 def test_after_a_comparison_without_its_push_everything_is_sent(
     host: ModuleHost, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):

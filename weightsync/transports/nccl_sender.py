@@ -243,14 +243,14 @@ class ChangeSender(Sender):
     def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
         """Send the changes, if this push does, and return chunks as `Sender` does. Collective among the ranks."""
         under_way = UnderWay()
-        self._choice.begin()
         self._tried, self._were_sent, self._begun = not self._whole_left, False, False
-        with self._aside:  # not behind the comparisons
-            self._announce(self._tried, under_way)
-        if self._whole_left > 1:
+        if self._whole_left > 1 and self._has_sent:
             self._bases = None
         elif self._bases is None:
             self._bases = self._new_bases(None)
+        self._choice.begin()  # when all is allocated, as before the other pushes that it compares
+        with self._aside:  # not behind the comparisons
+            self._announce(self._tried, under_way)
         coming = iter(chunks)
         if self._tried:
             self._were_sent = self._send_parts(still_open(self._bases), coming, sample, update, wait)
