@@ -1,4 +1,4 @@
-"""Prove pushes of vision-language models: `python vision_pushes.py KIND:tower|left-out|adapters|text|sleep...`.
+"""Prove pushes of vision-language models: `python vision_pushes.py KIND:tower|left-out|adapters|merged|text|sleep...`.
 
 The engines are asked in words and about pictures. Each answer to pushed weights has to be that of an engine which was
 started cold from them, to the bit.
@@ -34,7 +34,7 @@ TORCHVISION = Path(sys.prefix, "torchvision")
 
 def run(*cases: str) -> None:
     """Prove it in a process of its own, whose memory is free afterwards. A case is "KIND:tower", "KIND:left-out",
-    "KIND:adapters", "KIND:text" or "KIND:sleep"."""
+    "KIND:adapters", "KIND:merged", "KIND:text" or "KIND:sleep"."""
     path = [HERE, HERE.parents[1]]
     if not find_spec("torchvision"):
         if not TORCHVISION.exists():
@@ -142,6 +142,32 @@ def prove_adapters(kind: str, folder: Path) -> None:
         assert ask(llm, kind, False) == base
         sync.push(whole)
         assert ask(llm, kind, False, sync.adapter) == cold
+    end(llm)
+
+
+def prove_merged(kind: str, folder: Path) -> None:
+    """Adapters on the tower's convolution and on layers of the text model are merged as they travel."""
+    import peft
+
+    from weightsync import WeightSync
+
+    model = make_vision_model(kind, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    llm = start(kind, True, folder)
+    base = ask(llm, kind, True)
+    targets = r".*(patch_embed\.proj|layers\.\d+\.self_attn\.q_proj)"
+    trained: Any = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
+    for name, param in trained.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.1)
+    with WeightSync("fsdp", "ipc", llm) as sync:
+        for _ in range(2):
+            sync.push(trained)
+        pushed = ask(llm, kind, True)
+    end(llm)
+    trained.merge_and_unload().save_pretrained(folder)
+    llm = start(kind, True, folder)
+    assert pushed == ask(llm, kind, True)
+    assert all(now != before for now, before in zip(pushed, base, strict=True)), "words and pictures"
     end(llm)
 
 
@@ -342,6 +368,8 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as root:
             if tower == "adapters":
                 prove_adapters(kind, Path(root, kind))
+            elif tower == "merged":
+                prove_merged(kind, Path(root, kind))
             elif tower == "text":
                 prove_text(kind, Path(root, kind))
             elif tower == "sleep":
