@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from weightsync import MegatronBackend, WeightSync, WeightSyncError
 from weightsync.fleet import connect
-from weightsync.net.addresses import PORTS
+from weightsync.net.addresses import HOST, PORTS
 from weightsync.net.authentication import KEY
 from weightsync.tools.processes import Answer, difference, engine_environment, generate
 
@@ -89,9 +89,15 @@ def ask(host: Host, url: str) -> list[Answer]:
     return generate(url, PROMPTS)
 
 
-def serve(hosts: Hosts, name: str, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def join_behind_nat(host: Host, engine: str) -> None:
+    os.environ |= TRAINER | {HOST: "none"}
+    host.model = tiny_models.build(MODEL, "A")
+    host.kept.append(WeightSync("fsdp", "broadcast", engine, timeout_s=TIMEOUT_S))
+
+
+def serve(hosts: Hosts, name: str, folder: Path, *options: str, **variables: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "weightsync.vllm.serve", str(folder), "--host=0.0.0.0", f"--port={PORT}"]
-    environment = {**os.environ, **engine_environment(), **NOT_COMPILED, KEY: TRAINER[KEY]}
+    environment = {**os.environ, **engine_environment(), **NOT_COMPILED, KEY: TRAINER[KEY], **variables}
     with (folder.parent / f"{name}.log").open("wb") as log:
         return hosts.start(name, [*command, *OPTIONS, *options], stdout=log, stderr=log, env=environment)
 
@@ -147,3 +153,30 @@ def test_pushed_equals_cold_between_hosts(tmp_path: Path, tp: int) -> None:
                 assert [difference(answers(url), expected) for url in urls] == [0, 0], (backend, weights)
             on_both(ranks, leave)
             ranks = []
+
+
+def test_pushed_equals_cold_from_a_trainer_that_no_engine_can_dial(tmp_path: Path) -> None:
+    """As a notebook behind NAT, and an engine with a published port for its server and one for each worker."""
+    folders = {weights: tiny_models.save(tiny_models.build(MODEL, weights), tmp_path / weights) for weights in "AB"}
+    with Hosts("A", "C", "D", shared=tmp_path) as hosts:
+        user = hosts.python("A")
+        url = f"http://C:{PORT}"
+
+        def answers(url: str) -> list[Answer]:
+            user.call(wait_for, url, timeout_s=START_S + 10)
+            return user.call(ask, url)
+
+        serve(hosts, "D", folders["B"], "--tensor-parallel-size=2")
+        cold = answers(f"http://D:{PORT}")
+        hosts.down("D")
+        ports = f"{HUB_PORT}-{HUB_PORT + 1}"
+        serve(hosts, "C", folders["A"], "--tensor-parallel-size=2", **{PORTS: ports})
+        first = answers(url)
+        assert difference(first, cold) > 0
+        # The engine's host begins no connection to the trainer's host, and answers those that come from there.
+        hosts.sh("C", f"ip rule add pref 5 to {hosts.address('A')} ipproto tcp sport 32768-60999 prohibit")
+        trainer = hosts.python("A")
+        trainer.call(join_behind_nat, url)
+        for weights, expected in (("B", cold), ("A", first), ("B", cold)):
+            assert trainer.call(push, BACKENDS[0], folders[weights]) == ""
+            assert difference(answers(url), expected) == 0, weights

@@ -60,7 +60,7 @@ def visit(place: list[Any], address: tuple[str, int]) -> None:
     host, port, token = place
     hello = Hello(PROTOCOL, "member", 0, 1, 1, "", "", "", "member 1", 0, "", False)
     connection = dial(host, port, token, hello, "member 0", Deadline(10.0))
-    connection.send(Value.of((*address, [0])), Deadline(10.0), "connect")
+    connection.send(Value.of((*address, [0], False)), Deadline(10.0), "connect")
     connection.expect(Value, Deadline(10.0), "connect")
 
 

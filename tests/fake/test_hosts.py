@@ -16,12 +16,14 @@ from engines import Remote
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of
 from fake_server import FakeServer
 from hosts import Host, Hosts
+from tls_certificates import make_certificates
 
 from weightsync import WeightSync, WeightSyncError
 from weightsync.net.addresses import HOST, PORTS
 from weightsync.net.authentication import KEY, FrameMac
 from weightsync.net.connection import Connection
 from weightsync.net.runtime import Deadline, boot_id
+from weightsync.net.tls import VARIABLES
 from weightsync.net.wire import PROTOCOL, Release
 from weightsync.tools.connections import connections
 
@@ -105,6 +107,11 @@ def join(host: Host, rank: int, size: int, master: str) -> None:
 
 def connect(host: Host, engines: list[str], transport: str, timeout_s: float, rolling: bool | None = None) -> None:
     host.kept.append(WeightSync("fsdp", transport, engines, timeout_s=timeout_s, rolling=rolling))
+
+
+def close_all(host: Host) -> None:
+    while host.kept:
+        host.kept.pop().close()
 
 
 def push(host: Host, seed: int) -> tuple[str, float]:
@@ -244,6 +251,91 @@ def test_engines_that_can_be_dialled_at_their_http_port_alone(tmp_path: Path, ro
             assert "engine 1 worker tp=0" in text
             assert "NAT" in text
             assert "rolling=True" in text
+
+
+BEHIND_NAT = {HOST: "none", PORTS: f"{PORT}-{PORT + 3}"}
+CLIENT_PORTS = "32768-60999"
+"""The ports of connections on the side that has dialled."""
+
+
+def lock_in(hosts: Hosts, engine: str, others: str) -> None:
+    """Let an engine's host dial none of these hosts. They can still dial it."""
+    for name in others:
+        hosts.sh(engine, f"ip rule add pref 5 to {hosts.address(name)} ipproto tcp sport {CLIENT_PORTS} prohibit")
+
+
+@pytest.mark.parametrize("ranks", ["A", pytest.param("AB", marks=all_hosts)])
+def test_a_trainer_that_no_engine_can_dial_dials_the_workers(tmp_path: Path, ranks: str) -> None:
+    """As a notebook behind NAT, and an engine in a container with published ports. All bytes travel in TLS."""
+    files = make_certificates(tmp_path / "tls")
+    certificates = {
+        name: str(files / file) for name, file in zip(VARIABLES, ("node.pem", "node.key", "ca.pem"), strict=True)
+    }
+    with Hosts(*ranks, "C", shared=tmp_path) as hosts:
+        engine = engine_on(hosts, "C", tp=2, **{PORTS: f"{PORT}-{PORT + 1}"}, **certificates)
+        trainer = trainer_of(hosts, ranks, ["C"], **BEHIND_NAT, **certificates)
+        lock_in(hosts, "C", ranks)
+        hosts.python("A").call(listen, PORT)
+        assert engine.call(dial, hosts.address("A"), PORT) == "PermissionError"
+        for seed in (2, 3):
+            assert [text for text, _ in on_all(trainer, push, seed)] == [""] * len(ranks)
+            assert engine.call(wrong, seed) == []
+        on_all(trainer, close_all)
+        *_, (status, _, text) = hosts.python("A").call(diagnose, {KEY: "k" * 32, **BEHIND_NAT, **certificates})
+        reached = ", ".join(f"{hosts.address('C')}:{port}" for port in (PORT, PORT + 1))
+        assert (status, text) == ("pass", f"on another host, are reached at {reached}, and have its key")
+        assert hosts.sh("C", f"ss -Htln '( sport >= :{PORT} and sport <= :{PORT + 9} )'") == ""
+
+
+@all_hosts
+@pytest.mark.parametrize("rolling", [True, None])
+def test_a_trainer_that_no_engine_can_dial_has_two_engines(tmp_path: Path, rolling: bool | None) -> None:
+    with Hosts("A", "C", "D", shared=tmp_path) as hosts:
+        engines = [
+            engine_on(hosts, "C", tp=2, **{PORTS: f"{PORT}-{PORT + 1}"}),
+            engine_on(hosts, "D", **{PORTS: f"{PORT + 2}"}),
+        ]
+        trainer = hosts.python("A")
+        trainer.call(set_environment, BEHIND_NAT)
+        trainer.call(connect, [f"http://{name}:{ENGINE_PORT}" for name in "CD"], "broadcast", TIMEOUT_S, rolling)
+        for name in "CD":
+            lock_in(hosts, name, "A")
+        for seed in (2, 3):
+            assert trainer.call(push, seed)[0] == ""
+            assert [engine.call(wrong, seed) for engine in engines] == [[], []]
+
+
+def test_where_neither_end_can_dial_the_error_says_so_at_once(tmp_path: Path) -> None:
+    with Hosts("A", "C", shared=tmp_path) as hosts:
+        engine = engine_on(hosts, "C", tp=2, **{PORTS: f"{PORT}-{PORT + 1}"})
+        (trainer,) = trainer_of(hosts, "A", ["C"], **BEHIND_NAT)
+        lock_in(hosts, "C", "A")
+        hosts.block("C", f"{PORT}-{PORT + 3}", refuse=True)
+        text, took_s = trainer.call(push, 2)
+        assert took_s < SOON_S
+        assert "engine 0 (http://C:8000)" in text
+        assert f"no answer from trainer rank 0 (it has not connected to 0.0.0.0:{PORT + 1}) within 10 s" in text
+        for word in ("NAT", PORTS, f"{HOST}=none", 'transport="lora"'):
+            assert word in text
+        hosts.unblock("C", f"{PORT}-{PORT + 3}", refuse=True)
+        assert engine.call(wrong, 1) == []
+        assert trainer.call(push, 2)[0] == ""
+        assert engine.call(wrong, 2) == []
+
+
+@all_hosts
+def test_published_ports_are_too_few_or_not_told_or_behind_another_key(tmp_path: Path) -> None:
+    with Hosts("A", "C", shared=tmp_path) as hosts:
+        engine = engine_on(hosts, "C", tp=2, **{PORTS: f"{PORT}"})
+        (trainer,) = trainer_of(hosts, "A", ["C"], **{HOST: "none"})
+        assert f"{PORTS} names 0 ports, expected 1 to 128" in trainer.call(push, 2)[0]
+        trainer.call(set_environment, BEHIND_NAT)
+        assert f"{PORTS} names 1 ports, expected 2 to 128" in trainer.call(push, 2)[0]
+        engine.call(set_environment, {PORTS: f"{PORT}-{PORT + 1}", KEY: "o" * 32})
+        assert "was turned away: it has another key" in trainer.call(push, 2)[0]
+        engine.call(set_environment, {})
+        assert trainer.call(push, 2)[0] == ""
+        assert engine.call(wrong, 2) == []
 
 
 @pytest.mark.parametrize("refuse", [True, False], ids=["refused", "dropped"])

@@ -40,7 +40,8 @@ class ConnectedWorker:
 
     @property
     def machine(self) -> MachineInfo:
-        return MachineInfo(self.connection.peer, self.hello.device, self.hello.gpu_uuid, self.hello.boot_id)
+        hello, connection = self.hello, self.connection
+        return MachineInfo(connection.peer, hello.device, hello.gpu_uuid, hello.boot_id, connection.dialled)
 
 
 class UpdateState(Enum):

@@ -25,7 +25,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ from weightsync.fleet.engine_call import BackgroundCall, EngineCalls, await_call
 from weightsync.fleet.engine_handle import CALLER, ConnectedWorker, EngineHandle, UpdateState, admit, find_lost
 from weightsync.fleet.kv_roles import turns
 from weightsync.net import timeouts, wire
-from weightsync.net.addresses import is_loopback
+from weightsync.net.addresses import is_behind_nat, is_loopback, local_and_peer_address, published_ports
 from weightsync.net.listener import Listener
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline, spawn
@@ -139,7 +139,9 @@ class Fleet:
         self._active = [*(self.handles if handles is None else handles)]
         self._calls.await_earlier({one.engine.name for one in self._active}, self._timeout_s)
         deadline = Deadline(self._timeout_s)
+        ports = published_ports() if is_behind_nat() else ()
         calls = {one: self._call_in(one) for one in self._active}
+        self._dial_workers(calls, ports)
         early: list[EngineHandle] = []
         for one in self._active:
             if not one.workers:
@@ -162,6 +164,16 @@ class Fleet:
         except OSError as error:
             raise EngineUnreachableError(f"no route to {where}: {error}", who=one.engine.name) from error
         return self._calls.run("init", one.engine.init, info, who=one.engine.name)
+
+    def _dial_workers(self, calls: Mapping[EngineHandle, BackgroundCall], ports: Sequence[int]) -> None:
+        """Dial the workers of these `init` calls at these ports, until all have answered. Returns at once."""
+
+        def is_wanted() -> bool:
+            return any(not one.workers and call.is_alive() for one, call in calls.items())
+
+        hosts = {local_and_peer_address(one.engine.host)[1] for one in calls if ports}
+        for host, port in itertools.product(hosts, ports):
+            spawn("dial", partial(self._listener.dial, host, port, is_wanted))
 
     def plan(
         self, manifest: Manifest, keep: Sequence[str], transport: str = "", invitations: Sequence[dict[str, Any]] = ()

@@ -1,7 +1,7 @@
 """Addresses and ports at which processes of other hosts reach this one, and connections to theirs.
 
 The kernel's routing table gives this host's address that faces another host. $WEIGHTSYNC_HOST overrides the table.
-$WEIGHTSYNC_PORTS names the ports open in a firewall.
+$WEIGHTSYNC_PORTS names the ports open in a firewall. With WEIGHTSYNC_HOST=none on trainer rank 0, it dials the workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Sequence
 
 from weightsync.errors import ConfigError, PeerError
 from weightsync.net import timeouts
@@ -18,6 +19,15 @@ from weightsync.net.runtime import Deadline
 
 HOST, PORTS = "WEIGHTSYNC_HOST", "WEIGHTSYNC_PORTS"
 LOOPBACK = "127.0.0.1"
+_NONE = "none"
+ANYWHERE = "0.0.0.0", "::"
+"""All interfaces, of IPv4 and of IPv6."""
+NOT_DIALLED = (
+    f"Publish this port of the engine, also through NAT, and name it in {PORTS} on trainer rank 0, too. If engines can "
+    f'dial the trainer, do not set {HOST}={_NONE}. transport="lora" needs only the port of the engine\'s own server'
+)
+_MOST_DIALLED = 128
+"""Most ports to dial. Each has a thread of its own."""
 _BACKLOG = 1024
 _GET_ADDRESS = 0x8915
 """The kernel's SIOCGIFADDR."""
@@ -60,17 +70,36 @@ def host_port(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def listen(address: str) -> socket.socket:
+def is_behind_nat() -> bool:
+    """Return whether no engine worker can dial this host, by WEIGHTSYNC_HOST=none."""
+    return os.environ.get(HOST, "").strip() == _NONE
+
+
+def published_ports(workers: int = 1) -> range:
+    """Return $WEIGHTSYNC_PORTS, the ports at which trainer rank 0 dials workers. Raises `ConfigError` for too few."""
+    if not workers <= len(found := _ports()) <= _MOST_DIALLED:
+        raise ConfigError(
+            f"{PORTS} names {len(found)} ports, expected {workers} to {_MOST_DIALLED}. With {HOST}={_NONE}, trainer "
+            f"rank 0 dials each engine worker at a port of its own. Set {PORTS} on each engine to ports that it "
+            "publishes, one for each worker. Set it on the trainer to those of all engines"
+        )
+    return found
+
+
+def listen(address: str, ports: Sequence[int] = ()) -> socket.socket:
     """Listen at an address of this host, on the first free port of $WEIGHTSYNC_PORTS, or on any port if it is unset.
 
     If $WEIGHTSYNC_PORTS is set, the address may be another machine's, such as a container's host. It forwards these
     ports, and this host listens on all interfaces.
 
+    ports: those to try in place of $WEIGHTSYNC_PORTS. A trainer that dials its workers has their ports there.
+
     Raises `ConfigError` when no such port is free, or the address is not this host's and no port is set.
     """
     family, problem = socket.AF_INET6 if ":" in address else socket.AF_INET, None
-    place = "" if os.environ.get(PORTS) and not _is_own(address, family) else address
-    for port in _ports(os.environ[PORTS]) if os.environ.get(PORTS) else (0,):
+    ports = ports or (() if is_behind_nat() else _ports())
+    place = "" if ports and not _is_own(address, family) else address
+    for port in ports or (0,):
         try:
             return socket.create_server((place, port), family=family, backlog=_BACKLOG)
         except OSError as error:
@@ -99,16 +128,17 @@ def reach(address: str, port: int, me: str, peer: str, deadline: Deadline) -> so
         raise PeerError(
             f"{me} on {socket.gethostname()} could not reach {peer} at {host_port(address, port)}: {why}. On {peer}, "
             f"set {HOST} to a reachable address or interface of its host, and {PORTS} to ports open in the firewall. "
-            "Behind NAT or in a container, publish these ports. Engines updated with rolling=True need not reach each "
+            f"Behind NAT or in a container, publish these ports. If no engine can dial the trainer, set {HOST}={_NONE} "
+            "there: it then dials the engines' published ports. Engines updated with rolling=True need not reach each "
             'other. transport="lora" needs only the port of the engine\'s own server',
             phase="connect",
         ) from error
 
 
 def _configured() -> str | None:
-    """Return the address in $WEIGHTSYNC_HOST, which may name an interface. None: the variable is unset."""
+    """Return the address in $WEIGHTSYNC_HOST, which may name an interface. None: the variable has none."""
     said = os.environ.get(HOST, "").strip()
-    if not said:
+    if said in ("", _NONE):
         return None
     try:
         if said in (name for _, name in socket.if_nameindex()):
@@ -137,7 +167,10 @@ def _address_of(interface: str) -> str:
             raise
 
 
-def _ports(said: str) -> range:
+def _ports() -> range:
+    """Return the ports in $WEIGHTSYNC_PORTS. Empty: the variable is unset."""
+    if not (said := os.environ.get(PORTS, "")):
+        return range(0)
     first, _, last = said.partition("-")
     try:
         found = range(int(first), int(last or first) + 1)

@@ -57,6 +57,8 @@ class Connection:
         self.peer = peer
         self.most_bytes = wire.MAX_FRAME_BYTES
         """Size of the largest frame that the peer may send."""
+        self.dialled: tuple[str, int] | None = None
+        """Address and port at which trainer rank 0 has dialled a worker. None: the worker has dialled."""
         self.holds: Callable[[], bool] = lambda: True
         """The value of `holds` in this end's `Pong`."""
         self.peer_holds = True
@@ -74,6 +76,11 @@ class Connection:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    @property
+    def peer_address(self) -> str:
+        """The address of the other end. Raises `OSError` when the connection has broken."""
+        return str(self._sock.getpeername()[0])
 
     def watch_host(self, timeout_s: float) -> None:
         """Give the connection up when the peer's host is silent for `timeout_s`, or for half a minute if that is less.

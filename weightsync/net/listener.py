@@ -2,6 +2,9 @@
 
 A peer that connects is a newcomer until it has proven itself. A newcomer gets little memory, little time and no
 message.
+
+If no worker can dial rank 0, each worker listens in this way, and rank 0 dials it. Nothing else differs: the worker's
+`Hello` follows rank 0's, and the messages after it are the same.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
-from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
+from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.net import timeouts
-from weightsync.net.addresses import address_facing, host_port, is_here, listen
+from weightsync.net.addresses import ANYWHERE, NOT_DIALLED, address_facing, host_port, is_behind_nat, is_here, listen
 from weightsync.net.authentication import (
     GREETING_BYTES,
     SET_A_KEY,
@@ -29,7 +33,7 @@ from weightsync.net.authentication import (
     read_key,
     refuse_other_users,
 )
-from weightsync.net.connection import Connection, Pollable, hang_up, name_of, ready, timed_out
+from weightsync.net.connection import Connection, Pollable, dial, hang_up, name_of, ready, timed_out
 from weightsync.net.runtime import Deadline, this_process
 from weightsync.net.tls import read_certificates, wrap
 from weightsync.net.wire import MAX_FRAME_BYTES, PROTOCOL, Failure, Hello, InitInfo, Message
@@ -67,6 +71,7 @@ class Listener:
         self._admitted: set[tuple[str, int]] = set()
         self._arrived: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
         self._newcomers: list[_UnauthenticatedPeer] = []
+        self._dialled: deque[tuple[Hello, Connection]] = deque()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -81,15 +86,40 @@ class Listener:
         if not self._key and not is_here(host):
             raise ConfigError(f"{host} is another host, and without a key only this host is trusted. {SET_A_KEY}")
         if address not in self.listening:
-            listener = listen(address)
-            listener.setblocking(False)
-            self._listeners.append(listener)
-            self.listening[address] = (address, listener.getsockname()[1])
+            self.listen_at(address)
         return self.listening[address]
+
+    def listen_at(self, address: str, ports: Sequence[int] = ()) -> None:
+        """Listen at an address of this host, and raise, as `addresses.listen` does."""
+        listener = listen(address, ports)
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.listening[address] = (address, listener.getsockname()[1])
+
+    def dial(self, host: str, port: int, is_wanted: Callable[[], bool]) -> None:
+        """Dial a worker's `await_dial`, again and again until it answers or is not wanted. Never raises.
+
+        Runs in a thread of its own. The worker's `Hello` then counts as if the worker had dialled.
+        """
+        hello = Hello(PROTOCOL, "rank", 0, 0, world=1, name="trainer rank 0")
+        while is_wanted() and self._wake_in.fileno() >= 0:
+            try:
+                connection = dial(host, port, self.token, hello, "an engine's worker", Deadline(timeouts.REACH_S))
+                connection.dialled = host, port
+                answer = connection.expect(Hello, Deadline(timeouts.NEWCOMER_S), "connect")
+            except WeightSyncError as error:
+                self.refused = str(error)
+                time.sleep(timeouts.DIAL_AGAIN_S)
+            else:
+                self._dialled.append((answer, connection))
+                self.wake()
+                return
 
     def invitation(self, session: str, engine: int, host: str, timeout_s: float) -> dict[str, Any]:
         """Return the `InitInfo` for an engine on `host`, as plain values. Raises as `listen` does."""
         address, port = self.listen(host)
+        if is_behind_nat():
+            address, port = ANYWHERE[":" in address], 0
         info: dict[str, Any] = to_builtins(
             InitInfo(session, engine, address, port, self.token, timeout_s, this_process())
         )
@@ -201,6 +231,8 @@ class Listener:
         readable = ready(everyone, select.POLLIN, min(deadline.left_s(), timeouts.LISTENER_POLL_S))
         if self._wake_out in readable:
             self._wake_out.recv(4096)
+        for dialled in _taken(self._dialled.popleft):
+            self._arrive(*dialled)
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer in readable]:
             has_greeted = newcomer.connection is not None
             self._introduce(newcomer)
@@ -265,10 +297,14 @@ class Listener:
             return
         self._newcomers.remove(newcomer)
         connection.most_bytes = MAX_FRAME_BYTES
+        self._arrive(hello, connection)
+
+    def _arrive(self, hello: Hello, connection: Connection) -> None:
+        """Note a proven peer for `admit`. One with an unfit `Hello` is sent a `Failure`. The same error is raised."""
         refusal = None
         if hello.protocol != PROTOCOL:
             refusal = (
-                f"the trainer speaks wire protocol {PROTOCOL} and {hello.name} speaks {hello.protocol}: install the "
+                f"this process speaks wire protocol {PROTOCOL} and {hello.name} speaks {hello.protocol}: install the "
                 "same weightsync on both sides"
             )
         elif (hello.role, hello.group) in self._admitted:
@@ -292,8 +328,27 @@ class Listener:
             newcomer.close()
         for _, (_, connection) in _taken(self._arrived.popitem):
             connection.close()
+        for _, connection in _taken(self._dialled.popleft):
+            connection.close()
         self._wake_in.close()
         self._wake_out.close()
+
+
+def await_dial(
+    listener: Listener, address: str, port: int, hello: Hello, deadline: Deadline, check: Callable[[], None]
+) -> Connection:
+    """Listen at this port until trainer rank 0 dials, and send it `hello`. For peers that cannot dial it.
+
+    check: called in every turn of the wait, and may raise.
+    """
+    listener.listen_at(address, [port])
+    try:
+        ((_, connection),) = listener.admit("rank", 0, deadline, "connect", check)
+    except SyncTimeoutError as error:
+        error.message += f". {NOT_DIALLED}"
+        raise
+    connection.send(hello, deadline, "connect")
+    return connection
 
 
 def _taken(pop: Callable[[], T]) -> Iterator[T]:

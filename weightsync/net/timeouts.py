@@ -32,7 +32,10 @@ OTHER_RANK_GRACE_S = 5.0
 REACH_S = 5.0
 """Longest wait for a host to accept a connection. Its kernel accepts, however busy its processes are."""
 GREETING_S = 10.0
-"""Longest wait of a dialer for the listener's greeting. An engine does nothing else meanwhile."""
+"""Longest wait of a dialer for the listener's greeting, and of a worker for a trainer that dials it.
+
+An engine does nothing else meanwhile.
+"""
 DIAL_AGAIN_S = 0.3
 """Pause before a dialer repeats a dial, after the listener has closed the connection."""
 NEWCOMER_S = 5.0

@@ -53,6 +53,7 @@ Process = Annotated[str, Meta(pattern=r"^[0-9a-f-]+:[0-9]+:[0-9]+\Z")]
 class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The arguments of an engine's `init` call, for its workers: rank 0's address, and the session.
 
+    host, port: 0.0.0.0 or ::, and 0, if no worker can dial rank 0. Each then listens at one of its published ports.
     asks: the call only checks that these workers have met the session's trainer. Workers of another engine raise.
     cores: number of the engine's cores, more than 1 under data parallelism.
     """
@@ -60,7 +61,7 @@ class InitInfo(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     session: str
     engine: Count
     host: str
-    port: Annotated[int, Meta(ge=1, le=65535)]
+    port: Annotated[int, Meta(ge=0, le=65535)]
     token: str
     timeout_s: Annotated[float, Meta(gt=0, le=timeouts.MAX_TIMEOUT_S)]
     process: Process
@@ -97,12 +98,16 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", ta
 
 
 class MachineInfo(Struct, frozen=True, array_like=True):
-    """The host and device of a trainer rank or an engine worker. `peer` is its name for people."""
+    """The host and device of a trainer rank or an engine worker. `peer` is its name for people.
+
+    dialled: address and port of a worker that cannot dial rank 0.
+    """
 
     peer: str
     device: str
     gpu_uuid: str
     boot_id: str
+    dialled: tuple[str, int] | None = None
 
 
 class Hello(Message, frozen=True):

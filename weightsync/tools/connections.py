@@ -50,7 +50,9 @@ def connections(url: str) -> Findings:
         where = "this host" if workers[0].machine.boot_id == boot_id() else "another host"
         yield Finding("pass", "plug-in", f"wire protocol {PROTOCOL} on {len(workers)} workers: {', '.join(names)}")
         proven = "have its key" if key else "are of its user"
-        yield Finding("pass", "workers", f"on {where}, reach this process at {place}, and {proven}")
+        dialled = [host_port(*each.machine.dialled) for each in workers if each.machine.dialled]
+        way = f"are reached at {', '.join(dialled)}" if dialled else f"reach this process at {place}"
+        yield Finding("pass", "workers", f"on {where}, {way}, and {proven}")
         fleet.close()
     finally:
         ranks.disconnect()

@@ -13,6 +13,7 @@ import torch
 from msgspec import Meta, Struct
 
 from weightsync.errors import PlacementError, ProtocolError, WeightSyncError
+from weightsync.net.addresses import HOST, host_port
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
@@ -164,9 +165,21 @@ def wait_unless_aborted(aborted: threading.Event, ranks: Ranks) -> Wait:
     return wait
 
 
+def refuse_dialled(library: str, workers: Sequence[MachineInfo]) -> None:
+    """Raise `PlacementError` for workers that cannot dial the trainer. These libraries choose ports of their own."""
+    if dialled := [f"{worker.peer} at {host_port(*worker.dialled)}" for worker in workers if worker.dialled]:
+        raise PlacementError(
+            f"{library} connects both ends at any port, and with {HOST}=none no engine can dial the trainer, which has "
+            f'dialled {", ".join(dialled)}. Behind NAT use CheckpointTransport(folder), transport="lora", or '
+            'transport="broadcast" between CPUs'
+        )
+
+
 def check_machines(name: str, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo]) -> None:
     """Raise `PlacementError` unless these can be members of one communicator."""
     root = ranks[0]
+    if root.device == "cuda":
+        refuse_dialled("NCCL", workers)
     if name == "nccl" and root.device != "cuda":
         raise PlacementError('transport="nccl" takes GPU tensors only, and trainer rank 0 holds CPU tensors')
     if other := [worker.peer for worker in workers if worker.device != root.device]:

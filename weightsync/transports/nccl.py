@@ -30,6 +30,7 @@ import torch
 from msgspec import Meta, Struct
 
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.net.addresses import ANYWHERE
 from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
@@ -58,12 +59,17 @@ class NcclTransport(members.MemberTransport):
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
         members.check_machines(self.name, ranks, workers)
         device, before = ranks[0].device, self._peers
+        dialled = {len(ranks) + at: each.dialled for at, each in enumerate(workers) if each.dialled is not None}
         self._peers = [member.peer for member in (*ranks, *workers)]
         if self._communicator is not None and self._peers == before:
             place = self._communicator.place
         else:
             place = self._open_rendezvous(members.kind_of(device).rendezvous_at(host))
-        return self._invitations(place, device=device)
+            self._rendezvous.dials = [*dialled.values()]
+        invitations = self._invitations(place, device=device)
+        for member, (address, port) in dialled.items():
+            invitations[member]["place"] = [ANYWHERE[":" in address], port, place[2]]
+        return invitations
 
     def meet(self, invitation: dict[str, Any], device: torch.device, deadline: Deadline) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None

@@ -33,7 +33,7 @@ from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports import base, staging
-from weightsync.transports.members import MemberReceiver, MemberTransport, wait_unless_aborted
+from weightsync.transports.members import MemberReceiver, MemberTransport, refuse_dialled, wait_unless_aborted
 from weightsync.transports.nixl_agent import BACKEND
 from weightsync.transports.nixl_group import NixlGroup, meet
 from weightsync.transports.tcp_links import TcpRendezvous
@@ -72,6 +72,7 @@ class NixlTransport(MemberTransport):
         super().__init__(name)
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
+        refuse_dialled("NIXL", workers)
         self._peers = [member.peer for member in (*ranks, *workers)]
         return self._invitations(self._open_rendezvous(TcpRendezvous(host)), backend=os.environ.get(BACKEND, "UCX"))
 

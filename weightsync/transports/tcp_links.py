@@ -8,6 +8,9 @@ its own listener, and gets those of all:
     first       for each member: its address and its new receivers
     member      dials each of its new senders, and admits each of its new receivers
 
+If no worker can dial a rank, the first member dials workers, which then send the same `Hello`. To link, ranks dial
+their receivers. Workers dial each other as above.
+
 All connections begin as those to trainer rank 0 do, with the handshake of net/authentication.py and with TLS if
 certificates are set. Then the bytes travel plain, or encrypted by TLS:
 
@@ -25,13 +28,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from weightsync.errors import PeerError, ProtocolError, WeightSyncError
 from weightsync.net import timeouts
-from weightsync.net.addresses import reach
+from weightsync.net.addresses import ANYWHERE, address_facing, reach
 from weightsync.net.connection import Connection, dial
-from weightsync.net.listener import Listener
+from weightsync.net.listener import Listener, await_dial
 from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.tls import TlsSocket
 from weightsync.net.wire import PROTOCOL, Failure, Hello, Value
@@ -40,12 +43,27 @@ from weightsync.transports.communicator import UNCONNECTED, Communicator, PeerBu
 _Told = TypeVar("_Told")
 _Answer = TypeVar("_Answer")
 _HEAD = struct.Struct("<QQ")
-_Place = tuple[str, int, list[int]]
-"""Address and port of a member's listener, and its receivers. No port: it sends to none."""
+
+
+class _Place(NamedTuple):
+    """Address and port of a member's listener, and its new receivers. No port: no member dials it.
+
+    is_dialled: the member is a worker that cannot dial ranks.
+    """
+
+    host: str
+    port: int
+    receivers: list[int]
+    is_dialled: bool
 
 
 class TcpRendezvous:
-    """The first member's listener. Its token is the rendezvous's name."""
+    """The first member's listener. Its token is the rendezvous's name.
+
+    dials: address and port of each member that the first one dials.
+    """
+
+    dials: Sequence[tuple[str, int]] = ()
 
     def __init__(self, host: str) -> None:
         self.listener = Listener()
@@ -66,14 +84,22 @@ class TcpLinks(Communicator):
         self._outward: dict[int, _Link] = {}
         self._inward: dict[int, _Link] = {}
         self._to_first: list[Connection] = []  # on the first member: to every other one, in their order
+        self._is_dialled = self.place[0] in ANYWHERE
+        self._listener: Listener | None = None  # while it listens for other members
 
     def _join(self, deadline: Deadline) -> None:
         host, port, _ = self.place
         patient = _patient(deadline)
-        if self._rendezvous is None:
+        if self._is_dialled:
+            hello = self._hello("member", 0, self.size - 1)
+            with closing(Listener(self.place[2])) as self._listener:
+                self._to_first = [await_dial(self._listener, host, port, hello, patient, self._check)]
+        elif self._rendezvous is None:
             self._to_first = [self._dial(host, port, "member", 0, self.size - 1, patient)]
         else:
             with closing(self._rendezvous.listener) as listener:
+                for place in self._rendezvous.dials:
+                    spawn("dial", partial(listener.dial, *place, lambda: True))
                 members = listener.admit("member", 0, patient, "connect", self._check)
                 self._to_first = [member for _, member in members]
         for connection in self._to_first:  # idle until the next link, which may be hours away
@@ -82,17 +108,32 @@ class TcpLinks(Communicator):
     def _connect(self, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer], deadline: Deadline) -> None:
         patient = _patient(deadline)
         receivers = sorted({member for _, member in sends if member not in self._outward})
-        with closing(Listener(self.place[2])) as listener:
-            own = *(listener.listen(self.place[0]) if receivers else ("", 0)), receivers
-            everyone = self._tell_first(own, _Place, lambda places: [places] * self.size, list[_Place], patient)
+        senders = {member for _, member in receives if member not in self._inward}
+        with closing(Listener(self.place[2])) as self._listener:
+            own = _Place(*self._listen(self._listener, bool(receivers)), receivers, self._is_dialled)
+            everyone = self._tell_first(own, _Place, self._places, list[_Place], patient)
             self._missing = UNCONNECTED
-            for member in sorted({member for _, member in receives if member not in self._inward}):
-                address, at, others = everyone[member]
-                link = self._dial(address, at, "link", member, len(others), patient)
-                self._inward[member] = _Link(link.detach())
-            if receivers:
-                for hello, link in listener.admit("link", self.rank, patient, "connect", self._check):
-                    self._outward[hello.rank] = _Link(link.detach())
+            for member, place in enumerate(everyone):
+                if self.rank in (those := _dialers(everyone, member)):
+                    link = self._dial(place.host, place.port, "link", member, len(those), patient)
+                    (self._inward if member in senders else self._outward)[member] = _Link(link.detach())
+            if _dialers(everyone, self.rank):
+                for hello, link in self._listener.admit("link", self.rank, patient, "connect", self._check):
+                    (self._outward if hello.rank in receivers else self._inward)[hello.rank] = _Link(link.detach())
+
+    def _listen(self, listener: Listener, sends: bool) -> tuple[str, int]:
+        """Listen for members that dial this one. Return the address and port to offer. Port 0: no member dials."""
+        host, port, _ = self.place
+        if not self._is_dialled:
+            return listener.listen(host) if sends else ("", 0)
+        listener.listen_at(host, [port])
+        return address_facing(self._to_first[0].peer_address), port
+
+    def _places(self, told: list[_Place]) -> list[list[_Place]]:
+        """Return the places as each member knows them. Ranks dial a worker at the address at which this one has."""
+        hosts = [None, *(connection.dialled and connection.dialled[0] for connection in self._to_first)]
+        outside = [own._replace(host=host or own.host) for own, host in zip(told, hosts, strict=True)]
+        return [told if own.is_dialled else outside for own in told]
 
     def _tell_first(
         self, own: _Told, kind: Any, answers: Callable[[list[_Told]], list[_Answer]], answer: Any, deadline: Deadline
@@ -119,7 +160,7 @@ class TcpLinks(Communicator):
 
     def _dial(self, host: str, port: int, role: str, member: int, world: int, deadline: Deadline) -> Connection:
         """Connect to a member's listener as one of `world` peers in this role. Raises at once if it is unreachable."""
-        hello = Hello(PROTOCOL, role, member, self.rank, world, name=f"member {self.rank}")
+        hello = self._hello(role, member, world)
         peer = "trainer rank 0" if member == 0 else f"member {member} of the broadcast"
         while True:
             reach(host, port, f"member {self.rank}", peer, deadline).close()
@@ -129,6 +170,9 @@ class TcpLinks(Communicator):
                 self._check()
                 if deadline.passed():
                     raise
+
+    def _hello(self, role: str, member: int, world: int) -> Hello:
+        return Hello(PROTOCOL, role, member, self.rank, world, name=f"member {self.rank}")
 
     def _start(self, number: int, sends: Sequence[PeerBuffer], receives: Sequence[PeerBuffer]) -> ThreadWork:
         work = ThreadWork(len(sends) + len(receives))
@@ -146,6 +190,19 @@ class TcpLinks(Communicator):
             link.close()
         for connection in self._to_first:
             connection.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _dialers(everyone: Sequence[_Place], member: int) -> list[int]:
+    """Return the members that dial this one. Receivers dial, unless they are dialled workers and this one a rank.
+
+    The ranks then dial these workers.
+    """
+    own, ranks = everyone[member], [number for number, place in enumerate(everyone) if not place.is_dialled]
+    if not own.is_dialled:
+        return [each for each in own.receivers if each in ranks]
+    return [*own.receivers, *(each for each in ranks if member in everyone[each].receivers)]
 
 
 def _patient(deadline: Deadline) -> Deadline:

@@ -21,14 +21,16 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from weightsync import errors, telemetry
 from weightsync.net import timeouts, wire
+from weightsync.net.addresses import ANYWHERE, published_ports
 from weightsync.net.connection import Connection, dial
 from weightsync.net.fence import TAKEN_OVER, VARIABLE, note_session, several_engines
+from weightsync.net.listener import Listener, await_dial
 from weightsync.net.runtime import Deadline, boot_id, describe_device, is_running, spawn
 from weightsync.planning.layout import Manifest
 from weightsync.transports.base import Wait
@@ -117,7 +119,7 @@ class WorkerSession:
             update_open=self._update_open,
             kv_role=self._place.kv_role,
         )
-        connection = dial(info.host, info.port, info.token, hello, "trainer rank 0", Deadline(info.timeout_s))
+        connection = self._reach(info, hello)
         try:
             self._take_over(info, connection)
         except Exception as error:
@@ -127,16 +129,30 @@ class WorkerSession:
             return False
         return True
 
-    def _has_met(self, session: str) -> bool:
-        return self._connection is not None and self._trainer.session == session and self._connection.is_open()
+    def _reach(self, info: wire.InitInfo, hello: wire.Hello) -> Connection:
+        """Connect to the trainer. If no worker can dial it, wait until it dials this worker."""
+        if info.host not in ANYWHERE:
+            return dial(info.host, info.port, info.token, hello, "trainer rank 0", Deadline(info.timeout_s))
+        self._check_name(info)  # the trainer dials an engine once
+        port = published_ports(hello.world)[hello.rank]
+        limit = Deadline(min(info.timeout_s, timeouts.GREETING_S))
+        with closing(Listener(info.token)) as listener:
+            return await_dial(listener, info.host, port, hello, limit, lambda: None)
 
-    def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
-        """Give the engine to the trainer at the other end of a connection."""
+    def _check_name(self, info: wire.InitInfo) -> None:
+        """Raise `ConfigError` if the connected trainer calls this engine by a second name."""
         if self._has_met(info.session):
             raise errors.ConfigError(
                 f"engine {self._trainer.engine} and engine {info.engine} are one engine, under two names or addresses: "
                 "list each engine once"
             )
+
+    def _has_met(self, session: str) -> bool:
+        return self._connection is not None and self._trainer.session == session and self._connection.is_open()
+
+    def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
+        """Give the engine to the trainer at the other end of a connection."""
+        self._check_name(info)
         if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
             raise held
         connection.watch_host(info.timeout_s)
