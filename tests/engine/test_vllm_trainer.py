@@ -5,16 +5,28 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import runpy
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import tiny_models
-from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 
 from weightsync import ConfigError, ManifestError, UnsupportedError
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
+
+
+def need_the_interface() -> None:
+    from vllm.distributed.weight_transfer import factory
+
+    if not hasattr(factory, "WeightTransferTrainerFactory"):
+        pytest.skip("this vLLM has no interface for trainers")
+    if "config" in inspect.signature(factory.WeightTransferTrainerFactory.trainer_init).parameters:
+        pytest.skip("this vLLM's interface for trainers is another one, and is refused")
 
 
 def load(trainer: Trainer, transport: str) -> None:
@@ -45,12 +57,7 @@ def lose_a_layer(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast"])
 def test_what_vllms_trainer_engine_sends_equals_cold(engines: Remote, trainers: Trainers, transport: str) -> None:
-    from vllm.distributed.weight_transfer import factory
-
-    if not hasattr(factory, "WeightTransferTrainerFactory"):
-        pytest.skip("this vLLM has no interface for trainers")
-    if "config" in inspect.signature(factory.WeightTransferTrainerFactory.trainer_init).parameters:
-        pytest.skip("this vLLM's interface for trainers is another one, and is refused")
+    need_the_interface()
     cold = engines.call(Engines.serve, "qwen3", timeout_s=240)
     trainers.call(load, transport, timeout_s=240)
     for weights in "BAB":
@@ -60,6 +67,47 @@ def test_what_vllms_trainer_engine_sends_equals_cold(engines: Remote, trainers: 
     with pytest.raises(ManifestError, match=r"model\.layers\.1"):
         trainers.call(send, "A")
     assert_same(engines.call(Engines.ask), cold["B"], "refused before anything was written")
+
+
+def push_by_skyrls_page(engines: Engines, lines: Path, colocate_all: bool) -> list[Answer]:
+    """Push "B" and then "A" by an engine that these lines make, with stand-ins for the names of SkyRL that they use."""
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    capabilities = type("SkyrlTrainerCapabilities", (), {"skyrl_handles_prefix_cache_reset": False})
+    made = runpy.run_path(str(lines), {"SkyrlTrainerCapabilities": capabilities})
+    model, utils = tiny_models.build("qwen3", "A"), SimpleNamespace(str_to_torch_dtype=str)
+    with mock.patch.dict(sys.modules, {"skyrl.train.utils.utils": utils}):
+        sender = made["build_trainer_engine"](
+            ie_cfg=SimpleNamespace(model_dtype="bfloat16"),
+            colocate_all=colocate_all,
+            rank=0,
+            inference_world_size=1,
+            source_factory=lambda dtype, backend: ModuleSource(model),
+            server_urls=(engines.llm,),
+            data_parallel_size=1,
+        )
+    assert isinstance(sender, capabilities)
+    assert sender.skyrl_handles_prefix_cache_reset
+    answers = []
+    for weights in "BA":
+        tiny_models.fill(model, weights)
+        sender.send_weights()
+        answers.append(engines.ask())
+    sender.shutdown()
+    return answers
+
+
+@pytest.mark.parametrize("colocate_all", [True, False])
+def test_the_lines_of_skyrls_page_push_what_equals_cold(engines: Remote, tmp_path: Path, colocate_all: bool) -> None:
+    need_the_interface()
+    page = Path(__file__).resolve().parents[2] / "docs/use/skyrl.md"
+    (lines,) = [each for each in page.read_text().split("```python\n") if each.startswith("# skyrl/backends")]
+    (tmp_path / "lines.py").write_text(lines.partition("```")[0])
+    cold = engines.call(Engines.serve, "qwen3", timeout_s=240)
+    for weights, answer in zip(
+        "BA", engines.call(push_by_skyrls_page, tmp_path / "lines.py", colocate_all), strict=True
+    ):
+        assert_same(answer, cold[weights], weights)
 
 
 def test_the_interface_of_vllm_0_26_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
