@@ -11,14 +11,14 @@ It wants no GPU.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
-def write_tiny_model(folder: str) -> None:
+def write_tiny_model(folder: str, vocab_size: int | None = None) -> None:
     """Write a checkpoint of 360,000 parameters into `folder`."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
     end = len(letters)
@@ -27,7 +27,7 @@ def write_tiny_model(folder: str) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     config = Qwen3Config(
-        vocab_size=end + 1,
+        vocab_size=vocab_size or end + 1,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -42,6 +42,8 @@ def write_tiny_model(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    write_tiny_model(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--vocab-size", type=int, help="default: one token for each byte, and an end")
+    options = parser.parse_args()
+    write_tiny_model(options.folder, options.vocab_size)

@@ -104,7 +104,7 @@ class WeightSync:
             lets the requests finish first. "abort" ends the requests. "caller": the caller pauses every engine before
             the push and resumes it afterwards. With "caller", a push refuses an engine that still generates.
         rolling: Whether engines are updated one after the other, each paused for its own update alone. Two versions are
-            served meanwhile: see docs/use/several-engines.md. None: all at once, after all have loaded the version.
+            served meanwhile: see docs/use/rolling.md. None: all at once, after all have loaded the version.
         timeout_s: The most seconds of each wait, including the wait for all ranks to call `push`. Other ranks wait up
             to eight times as long for rank 0, because rank 0 waits several times meanwhile.
         hold_s: Seconds after a push during which no other trainer can take the engines. None, the default: until

@@ -220,3 +220,14 @@ def test_a_tiny_model_is_a_config_alone(tmp_path):
     config = json.loads((tiny_model(tmp_path / "model", layers=5) / "config.json").read_text())
     assert (config["model_type"], config["num_hidden_layers"]) == ("qwen3", 5)
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("before", "answers", "status"),
+    [("default", 1, "pass"), ("default", 2, "FAIL"), (None, 2, "FAIL"), ("13", 1, "pass"), ("13", 2, "skip")],
+)
+def test_doctor_blames_no_push_for_the_weights_that_a_trainer_pushed_before(before, answers, status):
+    own, start = ([Answer((token,), (-0.5,))] for token in (1, answers))
+    found = doctor._identity(own, start, "1 kB in 1 s", before)
+    assert found.status == status
+    assert (status != "skip") or "version 13 had other weights than --model" in found.text

@@ -16,6 +16,7 @@ from reference_pages import PAGES, PUBLIC, ROOT, definition, names_of
 import weightsync
 from weightsync import errors
 from weightsync.fleet.engine_handle import UpdateState
+from weightsync.net.wire import PROTOCOL
 
 REFERENCE = ROOT / "docs/reference"
 
@@ -97,6 +98,11 @@ def test_texts_to_look_for_are_in_the_code():
     joined = re.sub(r'"\s+f?"', "", code)  # strings that Python joins
     assert wanted
     assert not {text for text in wanted if text not in joined}
+
+
+def test_the_doctor_on_the_page_speaks_the_protocol_of_today():
+    page = (ROOT / "docs/operate/hosts.md").read_text(encoding="utf-8")
+    assert re.findall(r"wire protocol (\d+)", page) == [str(PROTOCOL)]
 
 
 def test_pages_import_public_names_alone():

@@ -95,7 +95,7 @@ def _explain_missing(missing: Sequence[str], manifest: Manifest) -> Iterator[str
                 "push all of its chunks"
             )
         if missing == ["lm_head.weight"]:
-            yield "The engine has an output layer of its own, and the trainer has none"
+            yield "The engine has an output layer of its own, and the trainer has none: push the model with its head"
         else:
             yield "TensorSelection(keep=...) leaves a module to the engine's checkpoint, such as a frozen vision tower"
 

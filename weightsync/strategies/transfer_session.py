@@ -168,10 +168,9 @@ class Sessions:
         Raises `ConfigError` for an encoding that `transport` does not know.
         """
         if options.encoding is not None and options.encoding not in transport.encodings:
-            raise ConfigError(
-                f"encoding={options.encoding!r}; encodings of transport {transport.name!r}: "
-                f"{', '.join(map(repr, transport.encodings)) or 'none'}"
-            )
+            known = ", ".join(map(repr, transport.encodings))
+            advice = f"choose {known}, or leave it out" if known else 'leave it out, or use transport="broadcast"'
+            raise ConfigError(f"transport {transport.name!r} has no encoding={options.encoding!r}; {advice}")
         self._transport, self._another, self._of_one = transport, another, options.rolling is True
         self._encoding = options.encoding, options.encoding_base
         self.negotiated: list[TransferSession] = []

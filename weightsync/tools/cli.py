@@ -230,7 +230,7 @@ def _add_doctor(commands: Commands) -> None:
     )
     option = doctor.add_argument
     option("--engine", metavar="URL", help="a running vLLM server; its connections are tried from both sides")
-    text = "the checkpoint of --engine; for a time the engine serves other weights"
+    text = "the checkpoint of --engine, which serves these weights afterwards"
     option("--model", metavar="DIR", type=Path, help=text)
     option("--transport", choices=("ipc", "broadcast", "nixl"), default="ipc", help="default: ipc")
     option("--no-engine", action="store_true", help="check the machine only")

@@ -319,6 +319,7 @@ def _your_engine(url: str, model_dir: Path | None, transport: str) -> Findings:
 def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
     try:
         own = generate(url, _PROMPTS)
+        before = connect(url, _CHILD_TIMEOUT_S)[0].version()
         model = _load(model_dir)
     except EngineUnreachableError as error:
         problem = Finding("FAIL", "engine", str(error))
@@ -328,7 +329,7 @@ def _given_engine(url: str, model_dir: Path, transport: str) -> Findings:
         text = f"transformers does not load {model_dir}: {type(error).__name__}: {error}"
         problem = Finding("FAIL", "model", text)
     else:
-        yield from _pushes(url, model, transport, own)
+        yield from _pushes(url, model, transport, own, before)
         return
     yield problem
     yield Finding("skip", "afterwards", "nothing was pushed")
@@ -347,8 +348,8 @@ def _load(model_dir: Path) -> Any:
     return model if number is None or free[number] <= 1.2 * nbytes else model.to(torch.device("cuda", number))
 
 
-def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Findings:
-    """Push A, B and A. `own` are the engine's answers before.
+def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer], before: str | None) -> Findings:
+    """Push A, B and A. `own` are the engine's answers before, from its version `before`.
 
     After a failed push, another push makes the engine serve A, unless no push has changed its weights.
     """
@@ -358,7 +359,7 @@ def _pushes(url: str, model: nn.Module, transport: str, own: list[Answer]) -> Fi
             report = sync.push(model)
             start = generate(url, _PROMPTS)
             pushed = f"{format_bytes(report.nbytes)} in {report.total_s:.2f} s"
-            yield _same("identity push", own, start, pushed, "and the engine gives {} its first answers")
+            yield _identity(own, start, pushed, before)
             pushing = _move_rows(model, "B")
             sync.push(model)
             served = "B"
@@ -404,6 +405,14 @@ def _is_whole(url: str, own: list[Answer]) -> bool:
         )
     except WeightSyncError:
         return False
+
+
+def _identity(own: Sequence[Answer], start: Sequence[Answer], pushed: str, before: str | None) -> Finding:
+    """Return the finding of a first push of A. An engine that was pushed to may have served other weights before."""
+    finding = _same("identity push", own, start, pushed, "and the engine gives {} its first answers")
+    if finding.status == "pass" or before in (None, "default"):
+        return finding
+    return Finding("skip", "identity push", f"{pushed}; version {before} had other weights than --model")
 
 
 def _same(check: str, expected: Sequence[Answer], found: Sequence[Answer], subject: str, predicate: str) -> Finding:
