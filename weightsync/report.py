@@ -54,7 +54,7 @@ class PushReport:
         transfer_s, verify_s, load_s: The most seconds of a worker: waiting for bytes, comparing digests, and writing
             parameters. All three overlap with `gather_s`.
         pause_s: The longest pause of an engine. It may begin during `plan_s`.
-        total_s: Seconds of the whole call.
+        total_s: Seconds of the whole call, without the body of `writing()`.
         load_paths: The number of engine modules on each load path: "in_place", "fused_quantize", "reload",
             "native_loader".
         workers: One `WorkerReport` for each worker. A push of an adapter has one for each engine.

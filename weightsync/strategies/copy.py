@@ -87,11 +87,8 @@ class CopyWeights(FleetStrategy):
         super().__init__(options)
         self._rolling = options.rolling is True
         if self._rolling and (another is None or options.pause == CALLER):
-            raise ConfigError(
-                "rolling=True updates one engine after the other, each by a transfer of its own. A stream gives its "
-                "tensors once. CheckpointTransport(folder), and any other transport object, has one transfer for all "
-                'engines. With pause="caller" all engines are paused throughout'
-            )
+            one = 'pause="caller" has all paused' if options.pause == CALLER else "one transport or stream serves all"
+            raise ConfigError(f"rolling=True updates one engine after the other, and {one}: leave rolling out")
         self._sessions = Sessions(options, transport, another)
         self._updated: list[str] = []  # on rank 0: the names of engines with the version of the push under way
         given = renamed(SteadySource(options.source), options.selection)
