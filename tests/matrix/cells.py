@@ -134,7 +134,8 @@ def expected(cell: Cell) -> Expected:
     may_return |= cell.how in CUT_OFF and cell.phase == "close"
     # The other rank may have done its part before, and is told later that rank 0 has pushed.
     sends_alone = cell.transport != "changes" or cell.phase == "commit"  # changes are sent by all ranks or none
-    may_return |= sends_alone and cell.how in CUT_OFF and cell.who == LINKS[0] and cell.phase in ("go", "run", "commit")
+    sends_alone &= cell.phase in ("open", "go", "run", "commit")
+    may_return |= sends_alone and cell.how in CUT_OFF and cell.who == LINKS[0]
     may_return |= (cell.transport, cell.who, cell.how, cell.phase) == ("checkpoint", "rank 1", "stopped", "run")
     # All its bytes may be in the kernel's buffers before, or in slots that need no code of its.
     in_buffers = cell.transport in ("broadcast", "nixl") and (cell.who, cell.how) == ("rank 1", "stopped")
