@@ -26,12 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from weightsync import DigestError, MegatronBackend, TensorSelection, WeightSync, WeightSyncError
+from weightsync import DigestError, MegatronBackend, ProtocolError, TensorSelection, WeightSync, WeightSyncError
+from weightsync.kernels.changed_words import ChangeFinder
 from weightsync.kernels.digest import SAMPLES
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel
 from weightsync.transports import nccl, nccl_sender
 from weightsync.transports.base import Changes
-from weightsync.transports.changes import head
+from weightsync.transports.changes import Found, head
+from weightsync.transports.communicator import Communicator, Operation
 from weightsync.transports.nccl import NcclTransport
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.load_planner import FUSED_QUANTIZE
@@ -98,6 +100,65 @@ def test_changes_that_were_damaged_on_the_way_are_not_written(
     assert all(map(torch.equal, bits(host), before))
     assert trainer.push().sent_bytes >= NBYTES
     trainer.check(host)
+    trainer.sync.close()
+
+
+def test_a_part_without_its_changes_is_not_loaded(
+    host: ModuleHost, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = Trainer(engine)
+    trainer.push()
+    trainer.step()
+    before, find = bits(host), nccl_sender.Bases.find
+
+    def lose(bases: nccl_sender.Bases, number: int, sample: int | None) -> list[Found]:
+        found = find(bases, number, sample)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return found if number != 1 else [Found(chain, nothing, checksum) for chain, _, checksum in found]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl_sender.Bases, "find", lose)
+        with pytest.raises(ProtocolError, match="changes of 0 bytes came, expected at least"):
+            trainer.push()
+    assert all(map(torch.equal, bits(host), before))
+    assert trainer.push().sent_bytes >= NBYTES
+    trainer.check(host)
+    trainer.sync.close()
+
+
+def test_changes_are_found_in_no_memory_that_is_still_sent(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+    exchange, wait, find = Communicator.exchange, Operation.wait, ChangeFinder.find
+    in_flight: dict[Operation, list[range]] = {}
+    most = list[int]()
+
+    def memory_of(data: torch.Tensor) -> range:
+        return range(data.data_ptr(), data.data_ptr() + data.numel())
+
+    def start(self: Communicator, number: int, sends: Any, *args: Any) -> Operation:
+        operation = exchange(self, number, sends, *args)
+        if sends and self.rank == 0:
+            in_flight[operation] = [memory_of(data) for data, _ in sends]
+        return operation
+
+    def end(self: Operation, *args: Any) -> None:
+        wait(self, *args)
+        in_flight.pop(self, None)
+
+    def compare(self: ChangeFinder, group: int, body: torch.Tensor, sample: int) -> None:
+        own, sent = memory_of(body), [each for sends in in_flight.values() for each in sends]
+        most.append(len(sent))
+        assert not [each for each in sent if each.start < own.stop and own.start < each.stop]
+        find(self, group, body, sample)
+
+    trainer = Trainer(engine)
+    trainer.push()
+    trainer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Communicator, "exchange", start)
+        patch.setattr(Operation, "wait", end)
+        patch.setattr(ChangeFinder, "find", compare)
+        assert trainer.push().sent_bytes < NBYTES / 40
+    assert max(most) >= 2  # a head and a body, while a later part is compared
     trainer.sync.close()
 
 

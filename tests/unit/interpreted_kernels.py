@@ -71,7 +71,7 @@ def changes() -> int:
     cases = [(0.01, WHOLE), (1.0, 0)]
     for part, sample in cases:
         assert test_changed_words.check_all(part, sample, *launches) == test_changed_words.check_all(part, sample)
-    return len(cases)
+    return len(cases) + test_changed_words.check_hostile(launches[1])
 
 
 if __name__ == "__main__":

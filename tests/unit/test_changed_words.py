@@ -12,6 +12,7 @@ import torch
 from weightsync.kernels.changed_words import (
     CHECKSUM,
     GROUP,
+    GROUPS,
     NONE,
     TILE,
     ChangeFinder,
@@ -107,6 +108,50 @@ def test_a_damaged_body_has_another_checksum():
         damaged[at] += 1
         assert (int(writer.check(damaged, 5)) ^ checksum) & CHECKSUM
     assert torch.equal(memory, noise(3 * TILE, 1))
+
+
+def hostile_bodies(body: torch.Tensor, tiles: int) -> list[torch.Tensor]:
+    """Return bodies with impossible tables, or with fewer bytes than their tables say."""
+    rest = (len(body) - table_bytes(tiles)) // 3
+    found = [body[: table_bytes(tiles)], body[: table_bytes(tiles) + 1], body[:-1]]
+    for start in (1, -2, -(1 << 63), 1 << 62, (1 << 63) - 2, rest, rest + rest % 2, 0):
+        found.append(body.clone())
+        found[-1][GROUPS * tiles : table_bytes(tiles)].view(torch.int64).fill_(start)
+    for count in (0, 1, 254, 255):
+        found.append(body.clone())
+        found[-1][: GROUPS * tiles] = count
+    draw = torch.Generator().manual_seed(6)
+    noise = torch.randint(0, 256, body.shape, generator=draw, dtype=torch.uint8)
+    found.append(torch.cat([body[: table_bytes(tiles)], noise[table_bytes(tiles) :]]))  # also behind a piece's end
+    return [*found, noise]
+
+
+def check_hostile(write: Any = None) -> int:
+    """Check and write hostile bodies, by launches if they are given. Return the number of bodies."""
+    margin, base = TILE, noise(2 * TILE + 1002, 7)
+    new = base.clone()
+    new[::5] += 1
+    memory = torch.full((len(base) + 2 * margin,), 3, dtype=torch.bfloat16)
+    own = memory[margin:-margin]
+    regions = [Region(0, first, end, own[first:end].view(torch.uint8)) for first, end in ((0, 9000), (9000, len(own)))]
+    writer, plain = ChangeWriter([len(own)], regions), ChangeWriter([len(own)], regions)
+    if write is not None:
+        writer._launches = write(writer._first_tiles, regions)
+    body, checksum = found_in(new, base.clone(), WHOLE)
+    bodies = hostile_bodies(body, writer.tiles)
+    for hostile in bodies:
+        own.copy_(base)
+        found = int(writer.check(hostile, WHOLE))
+        assert (found ^ checksum) & CHECKSUM
+        assert (int(writer.check(hostile, NONE)) ^ int(plain.check(hostile, NONE))) & CHECKSUM == 0
+        writer.write(hostile)
+        assert (memory[:margin] == 3).all()
+        assert (memory[-margin:] == 3).all()
+    return len(bodies)
+
+
+def test_hostile_bodies_are_found_and_write_nowhere_else():
+    assert check_hostile() == 17
 
 
 @pytest.mark.parametrize("sample", [WHOLE, *range(SAMPLES)])

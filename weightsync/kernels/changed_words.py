@@ -66,10 +66,9 @@ class Region(NamedTuple):
 
 def can_compare(new: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether this tensor can be the `new` of a piece with this dtype on the wire."""
-    if not new.is_contiguous() or new.numel() * dtype.itemsize % 4 or new.data_ptr() % 4:
-        return False
+    lies_in_pairs = new.is_contiguous() and not (new.numel() * dtype.itemsize % 4 or new.data_ptr() % 4)
     casts = new.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
-    return new.dtype == dtype or casts
+    return lies_in_pairs and (new.dtype == dtype or casts)
 
 
 def words_of(nbytes: int) -> int:
@@ -133,7 +132,7 @@ class ChangeFinder:
                 if (own := _of_tile(words, int(self.words), len(at))) is not None:
                     own[0].copy_(at % GROUP)
                     own[1].copy_(these[at])
-                self.words += _even(len(at))
+                self.words += len(at) + len(at) % 2
                 self._sums[0] += _checksum(tile, at, values[at] + 1)
                 if sample in (WHOLE, tile % SAMPLES):
                     self._sums[0] += _checksum(tile, torch.arange(len(these)), values)
@@ -204,15 +203,12 @@ def _split(body: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch.Tensor, 
     return counts.view(-1, GROUPS), starts.view(torch.int64), words
 
 
-def _even(count: int) -> int:
-    return count + count % 2
-
-
 def _of_tile(words: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the positions and the new words of a tile in a body's words, or None if they do not lie there."""
-    if start % 2 or not 0 <= start <= len(words) // 3 - _even(count):
+    room = count + count % 2
+    if start % 2 or not 0 <= start <= len(words) // 3 - room:
         return None
-    first, middle = 3 * start, 3 * start + _even(count)
+    first, middle = 3 * start, 3 * start + room
     return words[first : first + count], words[middle : middle + 2 * count].view(torch.int16)
 
 

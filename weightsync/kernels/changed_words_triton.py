@@ -6,7 +6,7 @@ one word of each row of eight in a step. A program of `_write` is for the change
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -297,17 +297,12 @@ class FindLaunches:
             _load_comparison(self._device, kind)
 
     def run(self, group: int, body: torch.Tensor, words: torch.Tensor, sums: torch.Tensor, sample: int) -> None:
-        numbers = self._tiles, body.numel() - table_bytes(self._tiles), sample
+        rest = self._tiles, body.numel() - table_bytes(self._tiles), sample
         with torch.cuda.device(self._device):
-            for jobs, begin, programs, kind in self._programs(group):
-                _find[programs](self._table, jobs, body, words, sums, begin, *numbers, **_find_constants(kind))
-
-    def _programs(self, group: int) -> Iterator[tuple[torch.Tensor, int, tuple[int], _Kind]]:
-        """Yield the jobs of each kind, the first one of a group, and the grid for these."""
-        for jobs, bounds, kind in self._launches:
-            begin, end = bounds[group : group + 2]
-            if begin < end:
-                yield jobs, begin, (end - begin,), kind
+            for jobs, bounds, kind in self._launches:
+                begin, end = bounds[group : group + 2]  # the group's first job, and the one after its last
+                if begin < end:
+                    _find[(end - begin,)](self._table, jobs, body, words, sums, begin, *rest, **_find_constants(kind))
 
     def _on_gpu(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)

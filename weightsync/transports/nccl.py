@@ -269,9 +269,8 @@ class NcclReceiver(members.MemberReceiver):
                 self._start(number, [], coming).follow(wait, deadline(), "transfer")
                 if told.onward is not None:
                     under_way.append(self._start(number, [(body, told.onward) for body, _ in coming], []))
-            rest = zip(told.encoders, bodies, heads, strict=True)
-            for rank, body, (_, checksum) in rest:
-                if body.numel():
+            for rank, body, (nbytes, checksum) in zip(told.encoders, bodies, heads, strict=True):
+                if nbytes != WHOLE:
                     arrived(base.Changes(part, rank, body, checksum))
         if encodes:
             last = self._heads(2 * len(parts) + 1, [0] * len(told.encoders), under_way, wait, deadline)

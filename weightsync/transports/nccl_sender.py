@@ -202,8 +202,7 @@ class ChangeSender(Sender):
         """
         super().__init__(*options)
         self._on_host = on_host
-        self._begun: bool = False
-        self._tried = self._were_sent = False
+        self._begun = self._tried = self._were_sent = False
         self._bases: Bases | None = None
         self._choice, self._whole_left = Choice(measures), first_whole(measures)
         if isinstance(before, ChangeSender) and before._bases is not None and not (before._whole_left or before._begun):

@@ -48,7 +48,8 @@ class ChangedRuns:
         self._regions = _live_regions(arrivals)
         self.kept = {number for number in self._due if number not in self._regions}
         self._arrived: list[_Arrived] = []
-        self._writers: dict[tuple[int, int], ChangeWriter] = {}  # by the part's first chunk, and the rank
+        # By the part's first chunk, and the rank. A rank without pieces in a part sends an empty body.
+        self._writers = defaultdict[tuple[int, int], ChangeWriter](lambda: ChangeWriter((), ()))
 
     def bind(self) -> None:
         """Prepare the writing. The transport has memory for the kept chunks."""
