@@ -44,6 +44,10 @@ def test_what_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST, "nobody.invalid")
     with pytest.raises(ConfigError, match=rf"{HOST}=nobody\.invalid.*its interfaces \(lo"):
         address_facing("127.0.0.1")
+    for anywhere in ("0.0.0.0", "::"):  # in an `init` call these mean that the trainer dials
+        monkeypatch.setenv(HOST, anywhere)
+        with pytest.raises(ConfigError, match=rf"{HOST}={anywhere}: no engine can dial.*its interfaces \(lo"):
+            address_facing("127.0.0.1")
     monkeypatch.setenv(HOST, "192.0.2.1")
     with pytest.raises(ConfigError, match=rf"cannot listen at 192\.0\.2\.1, {HOST}=192\.0\.2\.1: "):
         listen(address_facing("127.0.0.1"))

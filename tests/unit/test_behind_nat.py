@@ -6,12 +6,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from tls_certificates import make_certificates, use_certificates
 
-from weightsync.errors import ConfigError, PlacementError, ProtocolError, SyncTimeoutError
+from weightsync.errors import ConfigError, PeerError, PlacementError, ProtocolError, SyncTimeoutError
 from weightsync.net.addresses import HOST, PORTS, listen, published_ports
 from weightsync.net.authentication import ANSWER_BYTES, KEY, greeting
 from weightsync.net.child import free_port
@@ -39,10 +41,12 @@ def trainer() -> Iterator[Listener]:
         yield listener
 
 
-def wait_for(trainer: Listener, port: int, address: str = "0.0.0.0", timeout_s: float = 20.0) -> Connection:
+def wait_for(
+    trainer: Listener, port: int, address: str = "0.0.0.0", timeout_s: float = 20.0, hello: Hello = WORKER
+) -> Connection:
     """Return a worker's end of the connection for which it waits at this port."""
     with contextlib.closing(Listener(trainer.token)) as listener:
-        return await_dial(listener, address, port, WORKER, Deadline(timeout_s), lambda: None)
+        return await_dial(listener, address, port, hello, Deadline(timeout_s), lambda: None)
 
 
 def in_thread(function: Callable[[], object]) -> threading.Thread:
@@ -110,6 +114,68 @@ def test_a_worker_that_is_not_dialled_says_what_to_publish(trainer: Listener) ->
         wait_for(trainer, port, timeout_s=0.2)
     for word in (f"0.0.0.0:{port}", "NAT", PORTS, f"{HOST}=none", 'transport="lora"'):
         assert word in str(raised.value)
+
+
+def test_a_worker_with_two_addresses_takes_one_of_two_dials(trainer: Listener) -> None:
+    port, dials = free_port(), list[threading.Thread]()
+    connections = list[Connection]()
+
+    def say_hello() -> None:
+        with contextlib.suppress(PeerError):  # the worker has taken the other one
+            connections.append(dial("127.0.0.1", port, trainer.token, RANK_0, "a worker", Deadline(10)))
+
+    def wait_for_hellos() -> None:
+        """Let both arrive in one turn."""
+        newcomers = [newcomer.connection for newcomer in listener._newcomers]
+        if len(newcomers) == 2 and all(newcomers):
+            for each in dials:
+                each.join(10)
+
+    with contextlib.closing(Listener(trainer.token)) as listener:
+        worker = submit("worker", lambda: await_dial(listener, "0.0.0.0", port, WORKER, Deadline(20), wait_for_hellos))
+        _reach(port).close()
+        dials += [in_thread(say_hello) for _ in range(2)]
+        worker.result(20).close()
+    for each in dials:
+        each.join(10)
+    answers = []
+    for connection in connections:
+        with contextlib.suppress(PeerError):
+            answers.append(connection.expect(Hello, Deadline(10), "test"))
+        connection.close()
+    assert answers == [WORKER]
+
+
+def test_the_trainer_names_the_workers_that_it_has_dialled(trainer: Listener) -> None:
+    """The port of an earlier worker alone is not published. No call to the engine fails: its last worker answers."""
+    port, closed = free_port(), free_port()
+    hello = msgspec.structs.replace(WORKER, rank=1, world=2)
+    worker = submit("worker", lambda: wait_for(trainer, port, hello=hello))
+    dialling = [in_thread(partial(trainer.dial, "127.0.0.1", each, lambda: True)) for each in (port, closed)]
+    connection = worker.result(20)
+    with pytest.raises(SyncTimeoutError) as raised:
+        trainer.admit("worker", 3, Deadline(1), "init", lambda: None)
+    trainer.close()
+    connection.close()
+    for each in dialling:
+        each.join(20)
+    assert f"workers of engine 3 (1 of 2 have connected to 127.0.0.1:{port}) within 1 s. Publish" in str(raised.value)
+    assert str(raised.value).count(PORTS) == 1
+
+
+def test_a_dial_without_an_answer_is_hung_up(trainer: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stalled for long would else wait for a trainer that has given the connection up."""
+    monkeypatch.setattr("weightsync.net.timeouts.NEWCOMER_S", 1.0)
+    port = free_port()
+    with contextlib.closing(Listener(trainer.token)) as listener:
+        listener.listen_at("0.0.0.0", [port])
+        dialling = in_thread(lambda: trainer.dial("127.0.0.1", port, lambda: True))
+        ((_, connection),) = listener.admit("rank", 0, Deadline(20), "connect", lambda: None)
+    with pytest.raises(PeerError):
+        connection.expect(Commit, Deadline(20), "test")
+    connection.close()
+    trainer.close()
+    dialling.join(20)
 
 
 def test_the_trainer_stops_dialling_what_is_not_wanted_or_after_its_end(trainer: Listener) -> None:

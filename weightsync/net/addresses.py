@@ -23,7 +23,7 @@ _NONE = "none"
 ANYWHERE = "0.0.0.0", "::"
 """All interfaces, of IPv4 and of IPv6."""
 NOT_DIALLED = (
-    f"Publish this port of the engine, also through NAT, and name it in {PORTS} on trainer rank 0, too. If engines can "
+    f"Publish each worker's port, also through NAT, and name it in {PORTS} on trainer rank 0, too. If engines can "
     f'dial the trainer, do not set {HOST}={_NONE}. transport="lora" needs only the port of the engine\'s own server'
 )
 _MOST_DIALLED = 128
@@ -143,7 +143,9 @@ def _configured() -> str | None:
     try:
         if said in (name for _, name in socket.if_nameindex()):
             return _address_of(said)
-        return str(socket.getaddrinfo(said, None)[0][4][0])
+        if (found := str(socket.getaddrinfo(said, None)[0][4][0])) in ANYWHERE:
+            raise OSError("no engine can dial this address")
+        return found
     except OSError as error:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigError(

@@ -15,12 +15,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
-from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import ConfigError, PeerError, ProtocolError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.addresses import ANYWHERE, NOT_DIALLED, address_facing, host_port, is_behind_nat, is_here, listen
 from weightsync.net.authentication import (
@@ -104,16 +104,19 @@ class Listener:
         hello = Hello(PROTOCOL, "rank", 0, 0, world=1, name="trainer rank 0")
         while is_wanted() and self._wake_in.fileno() >= 0:
             try:
-                connection = dial(host, port, self.token, hello, "an engine's worker", Deadline(timeouts.REACH_S))
-                connection.dialled = host, port
-                answer = connection.expect(Hello, Deadline(timeouts.NEWCOMER_S), "connect")
-            except WeightSyncError as error:
-                self.refused = str(error)
+                with ExitStack() as on_failure:
+                    connection = dial(host, port, self.token, hello, "an engine's worker", Deadline(timeouts.REACH_S))
+                    on_failure.callback(connection.close)
+                    connection.dialled = host, port
+                    answer = connection.expect(Hello, Deadline(timeouts.NEWCOMER_S), "connect")
+                    on_failure.pop_all()
+                    self._dialled.append((answer, connection))
+                    self.wake()
+                    return
+            except (WeightSyncError, OSError) as error:
+                if isinstance(error, ProtocolError):  # ports of other engines may be closed
+                    self.refused = str(error)
                 time.sleep(timeouts.DIAL_AGAIN_S)
-            else:
-                self._dialled.append((answer, connection))
-                self.wake()
-                return
 
     def invitation(self, session: str, engine: int, host: str, timeout_s: float) -> dict[str, Any]:
         """Return the `InitInfo` for an engine on `host`, as plain values. Raises as `listen` does."""
@@ -180,9 +183,13 @@ class Listener:
             if deadline.passed():
                 none = "none has" if role == "worker" else "it has not"
                 known = f"{len(present)} of {worlds.pop()} have" if worlds else none
-                where = ", ".join(host_port(*place) for place in self.listening.values())
+                dialled = [place for key in present if (place := self._arrived[key][1].dialled)]
+                where = ", ".join(host_port(*place) for place in dialled or self.listening.values())
                 refused = f"; {self.refused}" if self.refused else ""
-                raise timed_out([f"{kind} ({known} connected to {where}{refused})"], phase, deadline)
+                error = timed_out([f"{kind} ({known} connected to {where}{refused})"], phase, deadline)
+                if dialled or not self.listening.keys().isdisjoint(ANYWHERE):
+                    error.message += f". {NOT_DIALLED}"
+                raise error
 
     def collect(
         self,
@@ -234,8 +241,10 @@ class Listener:
         for dialled in _taken(self._dialled.popleft):
             self._arrive(*dialled)
         for newcomer in [newcomer for newcomer in self._newcomers if newcomer in readable]:
-            has_greeted = newcomer.connection is not None
+            has_greeted, arrived = newcomer.connection is not None, len(self._arrived)
             self._introduce(newcomer)
+            if len(self._arrived) > arrived:
+                break  # `admit` may return now. A worker with two addresses is dialled at each, and takes one dial.
             if not self._key and not has_greeted and newcomer.connection is not None:
                 try:
                     refuse_other_users(newcomer.sock, newcomer.peer)
@@ -342,11 +351,7 @@ def await_dial(
     check: called in every turn of the wait, and may raise.
     """
     listener.listen_at(address, [port])
-    try:
-        ((_, connection),) = listener.admit("rank", 0, deadline, "connect", check)
-    except SyncTimeoutError as error:
-        error.message += f". {NOT_DIALLED}"
-        raise
+    ((_, connection),) = listener.admit("rank", 0, deadline, "connect", check)
     connection.send(hello, deadline, "connect")
     return connection
 
