@@ -69,14 +69,17 @@ def test_what_vllms_trainer_engine_sends_equals_cold(engines: Remote, trainers: 
     assert_same(engines.call(Engines.ask), cold["B"], "refused before anything was written")
 
 
-def push_by_skyrls_page(engines: Engines, lines: Path, colocate_all: bool) -> list[Answer]:
-    """Push "B" and then "A" by an engine that these lines make, with stand-ins for the names of SkyRL that they use."""
+def push_by_skyrls_page(engines: Engines, line: Path, colocate_all: bool) -> list[Answer]:
+    """Push "B" and then "A" by the engine of this line's function, with stand-ins for the names of SkyRL in it."""
     from vllm.distributed.weight_transfer import ModuleSource
 
     capabilities = type("SkyrlTrainerCapabilities", (), {"skyrl_handles_prefix_cache_reset": False})
-    made = runpy.run_path(str(lines), {"SkyrlTrainerCapabilities": capabilities})
-    model, utils = tiny_models.build("qwen3", "A"), SimpleNamespace(str_to_torch_dtype=str)
-    with mock.patch.dict(sys.modules, {"skyrl.train.utils.utils": utils}):
+    made, model = runpy.run_path(str(line)), tiny_models.build("qwen3", "A")
+    stand_ins = {
+        "skyrl.backends.skyrl_train.weight_sync.weight_senders": SimpleNamespace(SkyrlTrainerCapabilities=capabilities),
+        "skyrl.train.utils.utils": SimpleNamespace(str_to_torch_dtype=str),
+    }
+    with mock.patch.dict(sys.modules, stand_ins):
         sender = made["build_trainer_engine"](
             ie_cfg=SimpleNamespace(model_dtype="bfloat16"),
             colocate_all=colocate_all,
@@ -98,14 +101,14 @@ def push_by_skyrls_page(engines: Engines, lines: Path, colocate_all: bool) -> li
 
 
 @pytest.mark.parametrize("colocate_all", [True, False])
-def test_the_lines_of_skyrls_page_push_what_equals_cold(engines: Remote, tmp_path: Path, colocate_all: bool) -> None:
+def test_the_line_of_skyrls_page_pushes_what_equals_cold(engines: Remote, tmp_path: Path, colocate_all: bool) -> None:
     need_the_interface()
     page = Path(__file__).resolve().parents[2] / "docs/use/skyrl.md"
-    (lines,) = [each for each in page.read_text().split("```python\n") if each.startswith("# skyrl/backends")]
-    (tmp_path / "lines.py").write_text(lines.partition("```")[0])
+    (line,) = [each for each in page.read_text().split("```python\n") if each.startswith("# skyrl/backends")]
+    (tmp_path / "line.py").write_text(line.partition("```")[0])
     cold = engines.call(Engines.serve, "qwen3", timeout_s=240)
     for weights, answer in zip(
-        "BA", engines.call(push_by_skyrls_page, tmp_path / "lines.py", colocate_all), strict=True
+        "BA", engines.call(push_by_skyrls_page, tmp_path / "line.py", colocate_all), strict=True
     ):
         assert_same(answer, cold[weights], weights)
 

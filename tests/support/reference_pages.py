@@ -55,6 +55,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     "weightsync.hybrid": (),
     "weightsync.integrations.trl": ("PushCallback", "Transfer", "attach", "no_communicator"),
     "weightsync.integrations.vllm_trainer": ("WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"),
+    "weightsync.integrations.skyrl": ("build_trainer_engine",),
     "weightsync.integrations.verl": ("WeightSyncCheckpointEngine",),
     "weightsync.integrations.verl_trainer": (
         "ColocateAsyncTrainer",

@@ -154,6 +154,7 @@ ROOM = {
     "peft": ["weightsync.sources.peft"],
     "prometheus_client": ["weightsync.telemetry"],
     "opentelemetry": ["weightsync.telemetry"],
+    "skyrl": ["weightsync.integrations.skyrl"],
     "trl": ["weightsync.integrations.trl"],
     "verl": [
         "weightsync.integrations.verl",
