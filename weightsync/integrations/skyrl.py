@@ -1,7 +1,8 @@
 """weightsync as the engine of SkyRL's weight senders, for a SkyRL on vLLM's interface for trainers.
 
-# at the end of skyrl/backends/skyrl_train/weight_sync/weight_senders.py
-from weightsync.integrations.skyrl import build_trainer_engine
+    from weightsync.integrations.skyrl import build_trainer_engine
+
+This line stands at the end of SkyRL's skyrl/backends/skyrl_train/weight_sync/weight_senders.py.
 """
 
 from __future__ import annotations
