@@ -44,6 +44,7 @@ EXTENSION = {
     "worker_extension_cls": "weightsync.vllm.extension.WeightSyncWorkerExtension",
 }
 """For an engine with the worker extension in the place of the plug-in."""
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for a GPU starts CUDA, which no fork survives
 NOT_COMPILED = {} if torch.cuda.is_available() else {"TORCHDYNAMO_DISABLE": "1"}
 """For an engine's processes. Eager engines too compile what ranks the log-probabilities, each process for itself. On a
 GPU that is quick, and what quantises there is compiled too."""

@@ -213,18 +213,24 @@ class Host:
         self.kept: list[Any] = []
         """What functions leave for those after them; closed at the end."""
         libc = ctypes.CDLL(None, use_errno=True)
+        _go_on_in_a_child()  # setns refuses a process with threads, which imports may have started
         for descriptor in [
             os.open(f"/proc/{pid}/ns/{space}", os.O_RDONLY) for space in ("ipc", "uts", "net", "pid", "mnt")
         ]:
             if libc.setns(descriptor, 0):
                 raise OSError(ctypes.get_errno(), f"cannot enter host {name}")
             os.close(descriptor)
-        if (child := os.fork()) != 0:  # only children are in the namespace of processes
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        _go_on_in_a_child()  # only children are in the namespace of processes
 
     def close(self) -> None:
         for each in self.kept:
             each.close()
+
+
+def _go_on_in_a_child() -> None:
+    """Fork, and return in the child, where no other thread is; the parent ends as the child does."""
+    if (child := os.fork()) != 0:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
 
 
 def _why_impossible() -> str | None:
