@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import ray
 import tiny_models
 import torch
 from engines import ANSWER_TOKENS, NOT_COMPILED, PROMPTS, answer_of
-from recipe_ranks import MODEL
-from sources import RECIPES, ROOT, importable
+from ray.util.placement_group import placement_group
+from recipe_ranks import MODEL, answer
+from sources import FRAMEWORKS, RECIPES, ROOT, importable
 from torch import distributed as dist
+from torch.distributed import device_mesh
 
 
-def start_ray(framework: str) -> None:
+def start_ray(framework: str, sources: Path = FRAMEWORKS) -> None:
     """Start Ray with GPUs that are numbers alone."""
     folders = [ROOT, RECIPES, *(ROOT / "tests" / each for each in ("support", "integrations_frameworks"))]
-    os.environ |= {**NOT_COMPILED, "PYTHONPATH": os.pathsep.join(map(str, folders)), "FRAMEWORK": framework}
-    importable(framework)
+    os.environ |= {**NOT_COMPILED, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    os.environ |= {"FRAMEWORK": framework, "FRAMEWORKS": str(sources)}
+    importable(framework, sources)
     ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=100 * 2**20)
 
 
@@ -141,3 +147,63 @@ def _count_memory() -> None:
     """Answer what NeMo-RL asks of an accelerator to size buffers, which weightsync does not use."""
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=2**30)
+
+
+def skyrl_senders(rank: int, sources: Path, url: str, placement: str) -> None:
+    start_ray("skyrl_senders", sources)
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    from skyrl.backends.skyrl_train.weight_sync import weight_senders
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
+    from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
+    from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.utils.utils import ResolvedPlacementGroup
+
+    class Policy(FSDPPolicyWorkerBase):
+        def init_worker_process_group(self) -> None:
+            dist.init_process_group("gloo")
+            on_cpus = partial(device_mesh.init_device_mesh, "cpu")
+            with mock.patch.object(device_mesh, "init_device_mesh", lambda device, **shape: on_cpus(**shape)):
+                super().init_worker_process_group()
+
+        def init_model(self) -> None:
+            self._is_lora = self._is_multimodal_lm_only = False
+            self.model = SimpleNamespace(model=tiny_models.shard(tiny_models.build(MODEL, "A", torch.float32)))
+
+        def fill(self, weights: str) -> None:
+            tiny_models.fill(self.model.model, weights)
+
+        def backload_to_gpu(self, **_: Any) -> None: ...
+
+        def offload_to_cpu(self, **_: Any) -> None: ...
+
+        def teardown(self) -> None:
+            weight_senders.teardown_engine(self._weight_sync_engine)
+
+    config = SkyRLTrainConfig()
+    config.trainer.algorithm.temperature = 1.0
+    colocated = config.trainer.placement.colocate_all = placement == "colocated"
+    config.generator.inference_engine.offload_kv_for_weight_sync = placement == "asleep"
+    place = placement_group([{"GPU": 1, "CPU": 1}] * 2)
+    ray.get(place.ready())
+    trainers = PPORayActorGroup(
+        config.trainer, 1, 2, ray.remote(num_gpus=1)(Policy), ResolvedPlacementGroup(place), 0.5, colocate_all=colocated
+    )
+    ray.get(trainers.async_init_model())
+    client = RemoteInferenceClient(url, [url], data_parallel_size=1, model_name="policy")
+    dispatch = WorkerDispatch(config, trainers, inference_engine_client=client)
+
+    async def sync() -> None:
+        if colocated:
+            await client.sleep()
+        await dispatch.save_weights_for_sampler()
+        await client.teardown()
+
+    dispatch.init_weight_sync_state(client)
+    check(
+        lambda: answer(url),
+        lambda weights: trainers.async_run_ray_method("pass_through", "fill", weights),
+        lambda: asyncio.run(sync()),
+    )
+    ray.get(trainers.async_run_ray_method("pass_through", "teardown"))
+    ray.shutdown()

@@ -21,12 +21,15 @@ RECIPES = ROOT / "examples/frameworks"
 
 FOLDERS = {
     "skyrl": ("SkyRL", "SkyRL/skyrl-gym"),
+    "skyrl_senders": ("SkyRL-senders", "SkyRL-senders/skyrl-gym"),
     "openrlhf": ("OpenRLHF",),
     "prime_rl": ("prime-rl/src", "prime-rl/packages/prime-rl-configs/src"),
     "nemo_rl": ("RL",),
 }
+SKYRLS = "cloudpathlib datasets flash_attn jaxtyping omegaconf orjson pandas torchdata zstandard"
 ABSENT = {
-    "skyrl": "cloudpathlib datasets flash_attn jaxtyping omegaconf orjson pandas torchdata zstandard",
+    "skyrl": SKYRLS,
+    "skyrl_senders": SKYRLS,
     "openrlhf": "flash_attn pylatexenc torchdata",
     "prime_rl": "fla modelexpress pydantic_config pynvml renderers ring_flash_attn tenacity torchtitan verifiers wandb",
     "nemo_rl": "pynvml",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,26 +42,32 @@ def test_skyrl(server: VllmServer, colocated: bool) -> None:
     run_ranks(recipe_ranks.skyrl, 2, server.url, colocated, timeout_s=200)
 
 
+@pytest.mark.parametrize("placement", ["colocated", "apart", "asleep"])
+def test_skyrl_senders(server: VllmServer, tmp_path: Path, placement: str) -> None:
+    sources = with_additions("SkyRL-senders", "skyrl.md", tmp_path)
+    run_ranks(recipe_actors.skyrl_senders, 1, sources, server.url, placement, timeout_s=200)
+
+
 def test_prime_rl(server: VllmServer, tmp_path: Path) -> None:
-    """prime-rl has no place to plug in: its page says which lines a user adds to which of its files."""
-    sources = tmp_path / "frameworks"
-    shutil.copytree(FRAMEWORKS / "prime-rl", sources / "prime-rl")
-    for file, lines in additions(ROOT / "docs/use/prime-rl.md").items():
-        with (sources / "prime-rl" / file).open("a") as source:
-            source.write(lines)
+    sources = with_additions("prime-rl", "prime-rl.md", tmp_path)
     run_ranks(recipe_ranks.prime_rl, 2, sources, tmp_path / "outputs", server.url, timeout_s=200)
 
 
-def additions(page: Path) -> dict[str, str]:
-    """Return the blocks of a page whose first line names a file of the framework's, by file."""
-    blocks = page.read_text().split("```python\n")[1:]
-    named = [block.partition("```")[0].partition("\n") for block in blocks if block.startswith("# src/")]
-    return {first.removeprefix("# "): rest for first, _, rest in named}
+def with_additions(framework: str, page: str, folder: Path) -> Path:
+    """Return a folder with the framework's sources, where the lines of a page are added to the files that it names."""
+    sources = folder / "frameworks"
+    shutil.copytree(FRAMEWORKS / framework, sources / framework)
+    blocks = [block.partition("```")[0] for block in (ROOT / "docs/use" / page).read_text().split("```python\n")[1:]]
+    for first, _, lines in [block.partition("\n") for block in blocks if re.match(r"# \S+\.py\n", block)]:
+        with (sources / framework / first.removeprefix("# ")).open("a") as source:
+            source.write(lines)
+    return sources
 
 
 def test_openrlhf(checkpoint: Path) -> None:
     folders = [ROOT, *(FRAMEWORKS / each for each in FOLDERS["openrlhf"]), Path(__file__).parent]
-    environment = {**os.environ, "FRAMEWORK": "openrlhf", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    named = {"FRAMEWORK": "openrlhf", "FRAMEWORKS": str(FRAMEWORKS)}
+    environment = {**os.environ, **named, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, str(RECIPES / "weightsync_openrlhf.py"), "--help"]
     usage = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
     assert "--vllm.num_engines" in usage
