@@ -313,10 +313,16 @@ class Fleet:
         self._check_health()
 
     def explain(self, error: WeightSyncError) -> WeightSyncError:
-        """Return the cause of `error`: a worker's own error, or else `error` itself.
+        """Return the cause of `error`: a worker's own error, or else `error` itself. Its text names POISONED engines.
 
         Adds the names of lost engines as the fact `lost`, and of the others as `survivors`.
         """
+        cause = self._cause(error)
+        if mixed := [one.engine.name for one in self._active if (one.is_dirty or one.is_poisoned) and one.is_held()]:
+            cause.message += f"; {wire.POISONED} until a push succeeds: {', '.join(mixed)}"
+        return cause
+
+    def _cause(self, error: WeightSyncError) -> WeightSyncError:
         if isinstance(error, PeerError) and self._is_dirty():
             time.sleep(timeouts.WORKER_MESSAGE_S)
         for worker in self.workers:
