@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import verl_cpu
@@ -26,12 +27,19 @@ class _Device:
         return lambda *_: _ANSWERS.get(name, 0)
 
 
+class _Place(str):
+    """A device's name, and its index where verl writes it behind one."""
+
+    def __format__(self, _: str) -> str:
+        return "0"
+
+
 @PlatformRegistry.register("cpu")
 class WholeCpu(verl_cpu.Cpu):
     device_module = _Device()
 
     def current_device(self) -> Any:
-        return "cpu"
+        return _Place("cpu")
 
     def device_count(self) -> int:
         return 1
@@ -54,6 +62,8 @@ def _init(backend: str = "gloo", **options: Any) -> None:
 
 
 torch.distributed.init_process_group = _init
+# FSDP1 refuses to broadcast the first rank's weights from a CPU, which gloo can.
+mock.patch("torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states").start()
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> float:

@@ -1,4 +1,4 @@
-"""verl's own `main_ppo`: its trainers, FSDP2 engine with `param_offload`, agent loop, and vLLM servers."""
+"""verl's own `main_ppo`: its trainers, FSDP engines, agent loop, and vLLM servers."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1
 actor_rollout_ref.rollout.n_gpus_per_node=1
 """
 """With `hybrid_engine=true`, verl's default: a replica on the trainer's GPU beside one on its own. Both answer."""
+FSDP1 = "actor_rollout_ref.actor.strategy=fsdp"
+RESIDENT = "actor_rollout_ref.actor.fsdp_config.param_offload=false"
+CASES = {"sync": "", "separate_async": SEPARATE, "FSDP1, gathered": FSDP1, "FSDP1, its shards": f"{FSDP1} {RESIDENT}"}
 
 
 def save_model(folder: Path) -> None:
@@ -63,8 +66,8 @@ def save_model(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("mode", ["", SEPARATE], ids=["sync", "separate_async"])
-def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path, case: str) -> None:
     save_model(tmp_path / "model")
     told = {"data_source": "toy", "ability": "x", "reward_model": {"style": "rule", "ground_truth": ""}}
     texts = [" ".join(f"t{(i * 7 + j) % 240 + 3}" for j in range(6)) for i in range(16)]
@@ -85,7 +88,7 @@ def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path, mo
         "VERL_USE_EXTERNAL_MODULES": "ppo_cpu,weightsync.integrations.verl_trainer",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    options = {option.partition("=")[0]: option for option in [*OPTIONS.split(), *mode.split(), *files]}
+    options = {option.partition("=")[0]: option for option in [*OPTIONS.split(), *CASES[case].split(), *files]}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *options.values()]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
