@@ -1,4 +1,4 @@
-"""verl's own `main_ppo`: its trainers, FSDP engines, agent loop, and vLLM servers."""
+"""verl's own `main_ppo`: its trainers, FSDP and Megatron engines, agent loop, and vLLM servers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ trainer.v1.trainer_mode=weightsync_sync trainer.total_training_steps=3 trainer.l
 trainer.test_freq=-1 trainer.val_before_train=false trainer.n_gpus_per_node=2 algorithm.adv_estimator=grpo
 data.train_batch_size=4 data.max_prompt_length=32 data.max_response_length=8 data.dataloader_num_workers=0
 actor_rollout_ref.model.use_remove_padding=false actor_rollout_ref.model.enable_gradient_checkpointing=false
-+actor_rollout_ref.model.override_config.attn_implementation=eager actor_rollout_ref.actor.strategy=fsdp2
 actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
-actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.actor.optim.lr=0.01
-actor_rollout_ref.actor.use_torch_compile=false actor_rollout_ref.actor.fsdp_config.param_offload=true
-actor_rollout_ref.actor.fsdp_config.optimizer_offload=true actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.actor.optim.lr=0.01 actor_rollout_ref.rollout.name=vllm
 actor_rollout_ref.rollout.n=2 actor_rollout_ref.rollout.tensor_model_parallel_size=2
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.enforce_eager=true
 actor_rollout_ref.rollout.free_cache_engine=false +actor_rollout_ref.rollout.enable_sleep_mode=false
@@ -40,6 +37,19 @@ actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1
 +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=weightsync.integrations.verl_worker.WorkerExtension
 ray_kwargs.ray_init.num_cpus=64 +ray_kwargs.ray_init.num_gpus=2 +ray_kwargs.ray_init.include_dashboard=false
 """
+FSDP2 = """
++actor_rollout_ref.model.override_config.attn_implementation=eager actor_rollout_ref.actor.strategy=fsdp2
+actor_rollout_ref.actor.use_torch_compile=false actor_rollout_ref.actor.fsdp_config.param_offload=true
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=true
+"""
+MEGATRON = """
+model_engine=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.actor.megatron.vanilla_mbridge=true
+actor_rollout_ref.actor.megatron.param_offload=true actor_rollout_ref.actor.megatron.optimizer_offload=true
++actor_rollout_ref.actor.megatron.override_transformer_config.use_cpu_initialization=true
++actor_rollout_ref.actor.megatron.override_transformer_config.sequence_parallel=false
+"""
+"""torch's norm, in the place of Transformer Engine's, refuses `sequence_parallel`."""
 SEPARATE = """
 trainer.v1.trainer_mode=weightsync_separate_async trainer.v1.separate_async.parameter_sync_step=1
 trainer.v1.separate_async.num_warmup_batches=0 trainer.v1.separate_async.hybrid_rollout.enable_switch=true
@@ -49,13 +59,19 @@ actor_rollout_ref.rollout.n_gpus_per_node=1
 """With `hybrid_engine=true`, verl's default: a replica on the trainer's GPU beside one on its own. Both answer."""
 FSDP1 = "actor_rollout_ref.actor.strategy=fsdp"
 RESIDENT = "actor_rollout_ref.actor.fsdp_config.param_offload=false"
-CASES = {"sync": "", "separate_async": SEPARATE, "FSDP1, gathered": FSDP1, "FSDP1, its shards": f"{FSDP1} {RESIDENT}"}
+CASES = {
+    "sync": FSDP2,
+    "separate_async": FSDP2 + SEPARATE,
+    "FSDP1, gathered": FSDP2 + FSDP1,
+    "FSDP1, its shards": f"{FSDP2} {FSDP1} {RESIDENT}",
+    "Megatron": MEGATRON,
+}
 
 
 def save_model(folder: Path) -> None:
     """Save a model, and a tokenizer with a template and a word for the newline, which verl wants of Qwen."""
-    trl_ranks.save(folder)
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 250)}, "\n": 250}
+    trl_ranks.save(folder, vocab_size=252)  # Megatron wants even shares of them
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"t{i}": i for i in range(3, 250)}, "\n": 250, "t251": 251}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     marks = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
@@ -79,13 +95,14 @@ def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path, ca
     files += [f"actor_rollout_ref.model.path={tmp_path}/model"]
     files += [f"reward.custom_reward_function.path={Path(__file__).with_name('ppo_cpu.py')}"]
     folders = [ROOT, ROOT / "tests/support", ROOT / "tests/integrations", Path(__file__).parent]
+    modules = "megatron_cpu," if case == "Megatron" else ""
     environment = {
         **os.environ,
         **NOT_COMPILED,
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
-        "VERL_USE_EXTERNAL_MODULES": "ppo_cpu,weightsync.integrations.verl_trainer",
+        "VERL_USE_EXTERNAL_MODULES": f"ppo_cpu,{modules}weightsync.integrations.verl_trainer",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     options = {option.partition("=")[0]: option for option in [*OPTIONS.split(), *CASES[case].split(), *files]}
