@@ -25,7 +25,7 @@ TIMEOUT_S = 20.0
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy")  # NIXL refuses "tcp" alone where a GPU is
     engine = RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
     yield engine
     engine.close()

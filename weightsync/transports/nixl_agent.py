@@ -110,8 +110,8 @@ class Agent:
         except Exception as error:
             self.close()
             raise PlacementError(
-                f"NIXL's backend {backend} does not start ({type(error).__name__}: {error}). Its libraries must be "
-                f"installed, and {BACKEND} and UCX_TLS must allow one that this host has; UCX_LOG_LEVEL=info shows why"
+                f"NIXL's backend {backend} does not start ({type(error).__name__}: {error}). Install its libraries "
+                f"and let {BACKEND} and UCX_TLS allow one here, with cuda_copy for GPUs. UCX_LOG_LEVEL=info says why"
             ) from error.with_traceback(None)
 
     def register(self, slots: Sequence[torch.Tensor]) -> None:
