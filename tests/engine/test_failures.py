@@ -542,7 +542,8 @@ def test_a_rank_that_raises_in_send(served: Http, trainers: Trainers, rank: int,
     trainers.call(connect, served.url, transport)
     trainers.call(spoil, raise_in_send, chunk, ZeroDivisionError("no such luck"), rank)
     error = failed(trainers.call(push, "B"), WeightSyncError, GRACE_S)
-    assert str(error) == f"ZeroDivisionError: no such luck [trainer rank {rank}, phase transfer]"
+    mixed = f"; POISONED until the next success: engine 0 ({served.url})" if served.is_paused() else ""
+    assert str(error) == f"ZeroDivisionError: no such luck{mixed} [trainer rank {rank}, phase transfer]"
     # Rank 0 may not have told the workers to go yet when another rank fails at its first chunk. Over TCP this is so at
     # any small chunk, since the kernel takes it before the receiver asks.
     may_be_early = rank == 1 and (chunk == 0 or transport == "broadcast")
@@ -563,7 +564,8 @@ def test_an_interrupted_push(served: Http, trainers: Trainers):
     trainers.call(spoil, raise_in_send, 3, KeyboardInterrupt(), 0)
     one, other = trainers.call(push_until_interrupted, "B")
     assert one == "KeyboardInterrupt"
-    assert other == "the trainer was interrupted [phase transfer]"
+    mixed = f"POISONED until the next success: engine 0 ({served.url})"
+    assert other == f"the trainer was interrupted; {mixed} [phase transfer]"
     heal_server(served, trainers, untouched=False)
 
 
@@ -741,7 +743,8 @@ def test_a_worker_that_raises_while_it_loads(llm: Remote, cold: dict[str, Answer
     llm.call(connect, "LLM", transport)
     llm.call(raise_in_worker, chunk)
     error = failed([llm.call(push, "B")], WeightSyncError, GRACE_S)
-    assert error.message == "MemoryError: no memory left for this chunk"
+    mixed = "POISONED until the next success: engine 0 (LLM in this process)"
+    assert error.message == f"MemoryError: no memory left for this chunk; {mixed}"
     assert error.who == "engine 0 worker tp=0 pp=0 dp=0"
     heal_llm(llm, cold, untouched=False)
 

@@ -178,7 +178,7 @@ def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
             patched.setattr(kind, "send", lambda *_: 1 / 0)
             with pytest.raises(WeightSyncError, match="division by zero") as raised:
                 sync.push(model)
-        assert raised.value.message.endswith(f"; POISONED until a push succeeds: {first.name}")
+        assert raised.value.message.endswith(f"; POISONED until the next success: {first.name}")
         assert first.version().startswith("POISONED")
         assert second.version() == "2"
         assert second.serves(3)

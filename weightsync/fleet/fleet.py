@@ -319,7 +319,7 @@ class Fleet:
         """
         cause = self._cause(error)
         if mixed := [one.engine.name for one in self._active if (one.is_dirty or one.is_poisoned) and one.is_held()]:
-            cause.message += f"; {wire.POISONED} until a push succeeds: {', '.join(mixed)}"
+            cause.message += f"; {wire.POISONED} until the next success: {', '.join(mixed)}"
         return cause
 
     def _cause(self, error: WeightSyncError) -> WeightSyncError:
