@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+
+from weightsync.net.runtime import submit
 
 
 def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -18,12 +21,17 @@ def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def begin_search(tensors: Sequence[torch.Tensor]) -> Callable[[], list[int]]:
-    """Queue a search of tensors on GPUs on the current streams. Return the rest of `find_non_finite`."""
+    """Queue a search of tensors on GPUs on the current streams, and of others in a thread.
+
+    Return the rest of `find_non_finite`.
+    """
     queued = _are_finite({number: each for number, each in enumerate(tensors) if each.is_cuda})
+    others = {number: each for number, each in enumerate(tensors) if not each.is_cuda}
+    begun = submit("finite", partial(_are_finite, others)) if others else None
 
     def finish() -> list[int]:
-        others = _are_finite({number: each for number, each in enumerate(tensors) if not each.is_cuda})
-        flags = [pair for numbers, found in queued + others for pair in zip(numbers, found.tolist(), strict=True)]
+        done = queued + (begun.result() if begun else [])
+        flags = [pair for numbers, found in done for pair in zip(numbers, found.tolist(), strict=True)]
         return sorted(number for number, is_finite in flags if not (is_finite or _is_finite(tensors[number])))
 
     return finish
