@@ -97,7 +97,7 @@ class WeightSync:
             "threshold": as many tensors as `max_bytes` holds. "parameter": one tensor. An object with a `bucket` method
             works too. None: "module" for ipc, but "threshold" from "megatron" and "stream" and for other transports.
         max_bytes: The most bytes of a chunk, also as text such as "64MiB". None: 256 MiB. Each rank and each worker
-            holds two chunks. With "parameter" each chunk is a whole tensor.
+            holds two chunks, or over "nixl" three smaller ones. With "parameter" each chunk is a whole tensor.
         selection: A `TensorSelection`: the tensors of the first and later pushes, and their dtypes. None: all tensors,
             at every push, in the narrower of the trainer's and the engine's dtype.
         pause: "keep", the default, freezes running requests and recomputes their KV cache with the new weights. "wait"

@@ -44,6 +44,7 @@ def test_ipc_on_one_gpu_leaves_the_engine_as_its_cold_start(tmp_path: Path, opti
     [
         ["--backend", "fsdp", "--ranks", "2", "--tp", "2"],
         ["--transport", "broadcast"],
+        ["--transport", "nixl"],
         ["--transport", "broadcast", "--encoding", "delta", "--changed", "0.01"],
         ["--transport", "broadcast", "--encoding", "delta", "--changed", "0.01", "--dtype", "float32"],
         ["--transport", "broadcast", "--encoding", "delta", "--changed", "0.01", "--quantization", "fp8_per_channel"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from weightsync.errors import ConfigError, PlacementError, ProtocolError, Weight
 from weightsync.net.runtime import Deadline
 from weightsync.tools.nixl_reads import read_speed, way_of_reads
 from weightsync.transports import nixl_agent
-from weightsync.transports.nixl import NixlReceiver
+from weightsync.transports.nixl import SLOTS, NixlReceiver, _Reader, _Run
 from weightsync.transports.nixl_agent import PIECE_BYTES, Agent, AgentAddress
 from weightsync.transports.nixl_group import Introduction, introduce
 
@@ -123,10 +125,58 @@ def test_agent_reads_a_run_of_several_pieces_and_says_so(agents: tuple[Agent, Ag
     reader.register([room])
     address = owner.address()
     reader.add(address)
-    finish(reader, reader.read(address, 0, 7, room[8:-50], 41), address)
+    finish(reader, reader.read(address, 0, 7, room[8:-50], 1), address)
     assert torch.equal(room[8:-50], slot[7:-51])
     assert not room[:8].any()
-    eventually(lambda: owner.counts()[reader.name] == 41)
+    eventually(lambda: owner.counts()[reader.name] == 1)
+
+
+def test_count_grows_once_all_lower_counts_have_come(agents: tuple[Agent, Agent]):
+    owner, _ = agents
+    notes = [{"reader": [b"2", b"0"], "other": [b"1"]}, {"reader": [b"4"]}, {"reader": [b"1"]}, {}, {"reader": [b"3"]}]
+    owner._agent = SimpleNamespace(getNotifs=lambda *_: notes.pop(0), deregisterMem=lambda *_: None)
+    assert [owner.counts()["reader"] for _ in range(5)] == [0, 0, 2, 2, 4]
+    assert owner._counts["other"] == 1
+
+
+class SlowAgent:
+    """An agent whose peer has packed `packed` chunks, and whose reads end when a test says so."""
+
+    def __init__(self) -> None:
+        self.packed, self.begun, self.ended = 0, list[int](), set[int]()
+
+    def counts(self) -> Counter[str]:
+        return Counter(rank=self.packed)
+
+    def read(self, peer: AgentAddress, slot: int, at: int, room: torch.Tensor, count: int) -> int:
+        self.begun.append(count)
+        return count
+
+    def is_read(self, read: int, peer: AgentAddress) -> bool:
+        return read in self.ended
+
+
+def test_reader_reads_ahead_into_free_slots_and_keeps_the_order_of_chunks():
+    agent, aborted = SlowAgent(), threading.Event()
+    group: Any = SimpleNamespace(agent=agent, peers={0: AgentAddress("rank", "rank 0", "", None, [])}, aborted=aborted)
+    slots = [torch.zeros(8, dtype=torch.uint8) for _ in range(SLOTS)]
+    reader = _Reader(group, slots, [[_Run(0, 0, 8, 0)] for _ in range(5)], [])
+    reader.begin(range(5))
+    eventually(lambda: reader.late(0) == ["rank 0"])
+    assert agent.begun == []
+    agent.packed = 5
+    eventually(lambda: agent.begun == [1, 2, 3])  # as many as there are slots, and none has ended
+    agent.ended = {2, 3}
+    assert reader.late(1)  # chunk 0 comes first
+    agent.ended = {1, 2, 3}
+    eventually(lambda: not (reader.late(0) or reader.late(1) or reader.late(2)))
+    assert agent.begun == [1, 2, 3]  # no slot is free before its chunk is loaded
+    reader.loaded(0)
+    eventually(lambda: agent.begun == [1, 2, 3, 4])
+    aborted.set()
+    reader.join()
+    with pytest.raises(WeightSyncError, match="was closed"):
+        reader.late(3)
 
 
 def test_closed_agent_cannot_be_read_by_whoever_kept_its_address(agents: tuple[Agent, Agent]):

@@ -69,6 +69,8 @@ def compile_plan(
     if transport.encoding is not None:
         hops = next((plan.hops for plan in earlier if hops <= 2 * plan.hops), hops)
     least = transport.min_chunk_bytes
+    if max_bytes is not None:
+        max_bytes = min(max_bytes, transport.max_chunk_bytes)
     chunks = make_chunks(travelling, chains, names, last, in_place, locations, max_bytes, dict(together), least, hops)
     load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
     return TransferPlan(travelling, chains, chunks, len(reads), load_paths, plan_checks.duplicates(distinct), hops)

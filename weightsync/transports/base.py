@@ -22,6 +22,7 @@ nothing about weight sources, models or engines.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,6 +142,8 @@ class Transport(ABC):
     """Whether workers keep frozen tensors from the first push. False: frozen tensors travel in every push too."""
     min_chunk_bytes: int = 1
     """Least size of a chunk whose bytes take longer than its messages. Rank 0 sets it in `route`."""
+    max_chunk_bytes: int = sys.maxsize
+    """Most bytes of a chunk, below the user's `max_bytes`. Rank 0 sets it in `route`."""
     encodings: tuple[str, ...] = ()
     """The accepted values of `encoding`."""
     encoding: str | None = None

@@ -4,20 +4,21 @@ Each rank packs its part of a chunk into a registered slot, with digests. It tel
 many chunks it has packed. The worker reads the rank's part into a registered slot of its own, and the rank's code takes
 no part in it. The next worker of the chain reads the chunk out of the first worker's slot. Counts pace the members:
 
-    rank        fills 1      fills 2      fills 3, once 1 is read
+    rank        fills 1      fills 2      fills 3                 fills 4, once 1 is read
     worker 0                 reads 1      reads 2, loads 1        reads 3, loads 2
     worker 1                              reads 1                 reads 2, loads 1
 
-Each member has two slots. A slot takes another chunk once its chunk is read by all members behind, and loaded. A member
-waits only for earlier chunks, or for the same chunk on an earlier member. So waits form no cycle.
+Each member has three slots. A slot takes another chunk once its chunk is read by all members behind, and loaded. A
+worker begins to read a chunk while earlier ones are being read. A member waits only for earlier chunks, or for the same
+chunk on an earlier member. So waits form no cycle.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,6 +39,9 @@ from weightsync.transports.nixl_agent import BACKEND
 from weightsync.transports.nixl_group import NixlGroup, meet
 from weightsync.transports.tcp_links import TcpRendezvous
 
+SLOTS = 3
+"""Chunks in memory at once at each end. One is read while the others are packed, announced or loaded."""
+
 
 class _Offers:
     """Chunks in this member's slots, offered to the members behind."""
@@ -46,7 +50,7 @@ class _Offers:
         self._group = group
         self._counts: Counter[int] = Counter()  # chunks offered to each member
         # The count of each slot's chunk, for each member.
-        self._due: list[dict[int, int]] = [{} for _ in range(base.SLOTS)]
+        self._due: list[dict[int, int]] = [{} for _ in range(SLOTS)]
 
     def add(self, slot: int, members: Sequence[int]) -> None:
         """Tell members of a chunk in a slot."""
@@ -67,9 +71,16 @@ class NixlTransport(MemberTransport):
 
     least_bytes: ClassVar = {"cpu": 2**22, "cuda": 2**24}
     """Smaller chunks would take longer to announce than to read."""
+    most_bytes: ClassVar = {"cpu": 2**23, "cuda": 3 * 2**26}
+    """Larger chunks would leave a CPU's cache between two copies. On a GPU the slots would take more memory."""
 
     def __init__(self, name: str = "nixl") -> None:
         super().__init__(name)
+
+    def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
+        devices = {member.device for member in (*request.ranks, *request.workers)}
+        self.max_chunk_bytes = self.most_bytes["cuda" if "cuda" in devices else "cpu"]
+        return super().route(request)
 
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
         refuse_dialled("NIXL", workers)
@@ -83,14 +94,14 @@ class NixlTransport(MemberTransport):
     def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = self._ranks = update.ranks
         self._sender = None  # free the old slots first
-        self._sender = sender = _Sender(plan, tensors, ranks.rank, staging.still_open(self._communicator), ranks.size)
+        self._sender = own = _RankSlots(plan, tensors, ranks.rank, staging.still_open(self._communicator), ranks.size)
         endpoints = [base.Endpoint() for _ in range(plan.workers)]
         for number, chain in enumerate(plan.chains):
-            firsts = [those[number].first if number in those else None for those in sender.layout]
+            firsts = [those[number].first if number in those else None for those in own.layout]
             if any(first is not None for first in firsts):
                 endpoints[chain.workers[0]].storages.append((ranks.rank, 0, self.name, {"firsts": firsts}))
             if ranks.rank == 0:
-                received = staging.receive_layout(plan, number, base.SLOTS)
+                received = staging.receive_layout(plan, number, SLOTS)
                 for position, worker in enumerate(chain.workers):
                     told = self._endpoint(chain, position, received)
                     endpoints[worker] = base.Endpoint(endpoints[worker].storages, told.arrivals, told.fields)
@@ -116,18 +127,18 @@ class NixlTransport(MemberTransport):
         sender.group.share(sender.slots, [], sender.behind, wait, deadline)
 
 
-class _Sender:
+class _RankSlots:
     """One rank's slots and offers for one plan. `behind` are the first workers of its chains."""
 
     def __init__(self, plan: TransferPlan, tensors: base.LocalTensors, rank: int, group: NixlGroup, ranks: int) -> None:
         self.group = group
-        self.layout = staging.send_layout(plan, rank, base.SLOTS)
+        self.layout = staging.send_layout(plan, rank, SLOTS)
         self._firsts = [ranks + chain.workers[0] for chain in plan.chains]
         self.behind = sorted({self._firsts[chain] for those in self.layout for chain in those})
         kinds = {each.tensor.device for each in tensors.at.values()}
         self.device = next((kind for kind in kinds if kind.type == "cpu"), min(kinds, key=str, default=group.device))
         nbytes = staging.slot_bytes(self.layout)
-        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(base.SLOTS)]
+        self.slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         self.packer: staging.Packer | None = staging.Packer(plan, tensors, self.layout, dict(enumerate(self.slots)))
         self._offers = _Offers(group)
 
@@ -135,10 +146,10 @@ class _Sender:
         """Send as `Transport.send` does. Return the bytes offered to workers."""
         sent_bytes = 0
         for number in chunks:
-            slot, sections = number % base.SLOTS, self.layout[number]
+            slot, sections = number % SLOTS, self.layout[number]
             if sections:
                 late, deadline = partial(self._offers.late, slot), update.deadline_after_workers()
-                staging.wait_until(late, "read a chunk", update.wait, deadline, timeouts.READ_POLL_S)
+                staging.wait_until(late, "read a chunk", update.wait, deadline, _longest_poll_s(self.device))
             staging.still_open(self.packer).fill(number, sample)
             if not sections:
                 continue
@@ -149,6 +160,11 @@ class _Sender:
             self._offers.add(slot, [self._firsts[chain] for chain in sections])
             sent_bytes += sum(each.end - each.first for each in sections.values())
         return sent_bytes
+
+
+def _longest_poll_s(device: torch.device) -> float:
+    """Return the longest pause between two looks at peers. On a CPU looks take time from the transfer itself."""
+    return timeouts.READ_POLL_S if device.type == "cuda" else timeouts.STAGING_LONGEST_POLL_S
 
 
 def _unfinished(event: torch.cuda.Event | None, device: torch.device) -> list[str]:
@@ -192,7 +208,7 @@ class NixlReceiver(MemberReceiver):
             raise ProtocolError(f"the plan reads from other members than {told.before}")
         runs = [[_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
         self._slots = []  # free the old slots first
-        self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(base.SLOTS)]
+        self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         self._communicator.share(self._slots, told.before, told.behind, wait, deadline)
         self.waiting_for = [self._communicator.peers[member].member for member in (*told.before, *told.behind)]
         self._reader = _Reader(self._communicator, self._slots, runs, told.behind)
@@ -202,7 +218,7 @@ class NixlReceiver(MemberReceiver):
         reader.begin(numbers)
         for number in numbers:
             late = partial(reader.late, number)
-            staging.wait_until(late, "let a chunk be read", wait, deadline(), timeouts.READ_POLL_S)
+            staging.wait_until(late, "let a chunk be read", wait, deadline(), _longest_poll_s(self.device))
             yield number
             reader.loaded(number)
 
@@ -232,8 +248,22 @@ def _run(rows: dict[int, list[int | None]], number: int, member: int, first: int
     return _Run(member, first, end, at)
 
 
+class _ChunkRead(NamedTuple):
+    """A chunk under way.
+
+    waiting: the runs to read, each with the count of its offer.
+    reads: the reads under way.
+    """
+
+    number: int
+    waiting: dict[_Run, int]
+    reads: dict[_Run, Any]
+
+
 class _Reader:
     """One worker's reads of one plan. A thread reads chunks while the worker loads others.
+
+    Reads may end in another order than they began. Chunks are loaded, and offered to the member behind, in theirs.
 
     runs: for each chunk.
     """
@@ -266,7 +296,7 @@ class _Reader:
     def loaded(self, number: int) -> None:
         """Note that the loading of a chunk is queued on the current stream."""
         device = self._slots[0].device
-        self._loads[number % base.SLOTS] = (
+        self._loads[number % SLOTS] = (
             torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         )
         self._read.remove(number)
@@ -279,47 +309,61 @@ class _Reader:
         try:
             if self._slots[0].is_cuda:
                 torch.cuda.set_device(self._slots[0].device)
-            for number in numbers:
-                slot = number % base.SLOTS
-                self._wait(partial(self._in_use, slot))
-                under_way: dict[_Run, Any] = {}
-                self._wait(partial(self._unread, slot, [*self._runs[number]], under_way))
-                if self._runs[number]:
-                    self._offers.add(slot, self._behind)
-                self._read.add(number)
+            ahead, under_way = deque(numbers), deque[_ChunkRead]()
+            pause_s = timeouts.STAGING_POLL_S
+            while ahead or under_way:
+                if self._advance(ahead, under_way):
+                    pause_s = timeouts.STAGING_POLL_S
+                elif self._group.aborted.wait(pause_s):  # the worker's own wait has the deadline
+                    raise WeightSyncError("the transport was closed while it was in use")
+                else:
+                    pause_s = min(2 * pause_s, _longest_poll_s(self._slots[0].device))
         except Exception as error:
             self._error = error.with_traceback(None)  # the traceback would keep the agent
         finally:
             self._ended.set()
 
-    def _wait(self, late: Callable[[], list[str]]) -> None:
-        """Poll until no member is late. The worker's own wait has the deadline."""
-        while names := late():
-            self._late = names
-            if self._group.aborted.wait(timeouts.READ_POLL_S):
-                raise WeightSyncError("the transport was closed while it was in use")
+    def _advance(self, ahead: deque[int], under_way: deque[_ChunkRead]) -> bool:
+        """Begin the next chunk once its slot is free, and the offered reads. Return whether a chunk moved."""
+        late = self._in_use(ahead[0] % SLOTS, under_way) if ahead else ["no chunk"]
+        if moved := not late:
+            under_way.append(self._reading(ahead.popleft()))
+        counts = staging.still_open(self._group.agent).counts()
+        for reading in [*under_way]:
+            waiting = self._unread(reading, counts)
+            if reading is under_way[0]:
+                late = waiting
+                if not waiting:
+                    moved, number = True, under_way.popleft().number
+                    if self._runs[number]:
+                        self._offers.add(number % SLOTS, self._behind)
+                    self._read.add(number)
+        self._late = late
+        return moved
 
-    def _in_use(self, slot: int) -> list[str]:
+    def _in_use(self, slot: int, under_way: Iterable[_ChunkRead]) -> list[str]:
         """Return the names of members yet to read, or to load, a slot's last chunk."""
-        if any(number % base.SLOTS == slot for number in [*self._read]):
+        if any(number % SLOTS == slot for number in [*self._read, *(each.number for each in under_way)]):
             return ["this worker"]
         return [*_unfinished(self._loads[slot], self._slots[slot].device), *self._offers.late(slot)]
 
-    def _unread(self, slot: int, waiting: list[_Run], under_way: dict[_Run, Any]) -> list[str]:
-        """Begin to read the offered runs. Return the names of members with runs yet to read."""
+    def _reading(self, number: int) -> _ChunkRead:
+        self._counts.update(run.member for run in self._runs[number])
+        return _ChunkRead(number, {run: self._counts[run.member] for run in self._runs[number]}, {})
+
+    def _unread(self, reading: _ChunkRead, counts: Counter[str]) -> list[str]:
+        """Begin to read the offered runs of a chunk. Return the names of members with runs yet to read."""
         agent, peers = staging.still_open(self._group.agent), self._group.peers
-        counts = agent.counts()
-        for run in [*waiting]:
+        for run, count in [*reading.waiting.items()]:
             peer = peers[run.member]
-            if counts[peer.agent] > self._counts[run.member]:
-                waiting.remove(run)
-                self._counts[run.member] += 1
-                room = self._slots[slot][run.first : run.end]
-                under_way[run] = agent.read(peer, slot, run.at, room, self._counts[run.member])
-        for run, read in [*under_way.items()]:
+            if counts[peer.agent] >= count:
+                del reading.waiting[run]
+                slot = reading.number % SLOTS
+                reading.reads[run] = agent.read(peer, slot, run.at, self._slots[slot][run.first : run.end], count)
+        for run, read in [*reading.reads.items()]:
             if agent.is_read(read, peers[run.member]):
-                del under_way[run]
-        return [peers[run.member].member for run in (*waiting, *under_way)]
+                del reading.reads[run]
+        return [peers[run.member].member for run in (*reading.waiting, *reading.reads)]
 
 
 ENDS = NixlTransport, NixlReceiver

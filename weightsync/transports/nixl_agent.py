@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module, metadata
@@ -35,6 +35,8 @@ UCX reads larger and smaller ones slower between CPUs. Between GPUs each descrip
 """
 _PROGRESS_US = 100
 """Pause of an agent's own thread between two looks at its peers. Without it the thread takes a core, even when idle."""
+_OPTIONS = {"UCX": {"num_workers": "2"}}
+"""Options of a backend. With one worker, telling a count would spin until no peer reads."""
 _INSTALL = 'install it beside the trainer and beside the engine: pip install "weightsync[nixl]"'
 
 
@@ -98,6 +100,7 @@ class Agent:
         self.slots: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._early: defaultdict[str, set[int]] = defaultdict(set)  # counts above a missing one
         self._reads: list[int] = []  # under way
         self._registered: Any = None
         config = nixl.nixlAgentConfig()
@@ -105,7 +108,7 @@ class Agent:
         self._agent: Any = None
         try:
             self._agent = nixl.nixlAgent(self.name, config)
-            backends = [self._agent.createBackend(backend, {})]
+            backends = [self._agent.createBackend(backend, _OPTIONS.get(backend, {}))]
             self._contact = self._agent.getLocalPartialMD(nixl.nixlRegDList(nixl.DRAM_SEG), True, backends)
         except Exception as error:
             self.close()
@@ -164,10 +167,13 @@ class Agent:
             self._agent.genNotif(peer.agent, b"%d" % count)
 
     def counts(self) -> Counter[str]:
-        """Return the last count of each other agent, by the agent's name."""
+        """Return the last count of each other agent, by the agent's name. All counts below it have come too."""
         with self._calls("NIXL has lost its notifications"):
             for name, counts in self._agent.getNotifs({}, []).items():
-                self._counts[name] = max(self._counts[name], *map(int, counts))
+                self._early[name].update(map(int, counts))
+                while self._counts[name] + 1 in self._early[name]:  # reads may end in another order than they began
+                    self._counts[name] += 1
+                    self._early[name].remove(self._counts[name])
         return self._counts
 
     def read(self, peer: AgentAddress, slot: int, at: int, room: torch.Tensor, count: int) -> int:
