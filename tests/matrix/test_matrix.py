@@ -47,6 +47,12 @@ def test_cells_of_adapters_hold(tmp_path: Path) -> None:
             assert result.holds, result
 
 
+def test_a_cell_of_a_single_copy_holds(tmp_path: Path) -> None:
+    with closing(Bench("stand-in", "single_copy", tmp_path, 4.0)) as bench:
+        result = bench.run(Cell("stand-in", "single_copy", "rank 0 - worker", "closed", "done"))
+        assert result.holds, result
+
+
 def test_cells_of_changes_hold(tmp_path: Path) -> None:
     with closing(Bench("stand-in", "changes", tmp_path, 4.0)) as bench:
         for who, how, phase in (

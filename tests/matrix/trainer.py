@@ -99,8 +99,8 @@ class Rank:
             tiny_models.fill(self.model, weights)
 
     def sent_everything(self) -> bool:
-        """Return whether the last push sent as much as the first."""
-        return self.sent_bytes[-1] >= self.sent_bytes[0]
+        """Return whether the last push sent as much as the first. A single copy sends nothing."""
+        return not self.sent_bytes or self.sent_bytes[-1] >= self.sent_bytes[0]
 
     def arm(self, phase: str, there: Path, link: str, damages: bool = False) -> None:
         """Stop in this phase of the next push, once: close the connection that `link` names, make the file `there`,
