@@ -73,9 +73,9 @@ deltas: $(INSTALLED) ## How much a step changes of a policy, and what sending th
 	TEST_HOSTS=1 $(PY) -m pytest -q -s tests/fake/test_deltas_between_hosts.py $(ARGS)
 
 matrix: $(INSTALLED) ## All failures at all moments, in an hour or two: writes docs/evidence/failure-matrix.md. What is in .matrix is not run again.
-	$(PY) tests/matrix/run.py --transport ipc broadcast changes checkpoint single_copy lora
-	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast changes checkpoint
-	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast changes lora
+	$(PY) tests/matrix/run.py --transport ipc broadcast changes checkpoint single_copy lora nixl
+	$(PY) tests/matrix/run.py --client "stand-in on another host" --transport broadcast changes checkpoint nixl
+	$(PY) tests/matrix/run.py --client HTTP --timeout-s 8 --transport ipc broadcast changes lora nixl
 	for client in LLM AsyncLLM Ray "LLM in one process"; do $(PY) tests/matrix/run.py --client "$$client" --timeout-s 8; done
 	$(PY) tests/matrix/run.py --page
 
