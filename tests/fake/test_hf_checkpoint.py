@@ -196,7 +196,7 @@ def odd(*conversions: object) -> Odd:
     return Odd(OddConfig())
 
 
-RENAMED = WeightRenaming("^norm_old$", "norm")
+RENAMED = WeightRenaming("^norm_old", "norm")
 
 
 def test_a_transposed_tensor_is_a_strided_view():
