@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.net import runtime
 from weightsync.net.runtime import Deadline
 from weightsync.tools.nixl_reads import read_speed, way_of_reads
 from weightsync.transports import nixl_agent
@@ -177,6 +179,39 @@ def test_reader_reads_ahead_into_free_slots_and_keeps_the_order_of_chunks():
     reader.join()
     with pytest.raises(WeightSyncError, match="was closed"):
         reader.late(3)
+
+
+def test_worker_frees_its_slots_before_it_takes_new_ones(monkeypatch: pytest.MonkeyPatch):
+    receiver, empty, kept, still = NixlReceiver(CPU), torch.empty, list[weakref.ref[torch.Tensor]](), list[int]()
+    receiver._communicator = SimpleNamespace(share=lambda *_: None, peers={})
+
+    def note(*size: Any, **options: Any) -> torch.Tensor:
+        still.append(sum(each() is not None for each in kept))
+        slot = empty(*size, **options)
+        kept.append(weakref.ref(slot))
+        return slot
+
+    monkeypatch.setattr(torch, "empty", note)
+    for _ in range(2):
+        receiver.connect([], {"runs": [], "slot_bytes": 256, "before": [], "behind": []}, lambda _: None, Deadline(1.0))
+    assert still == [*range(SLOTS)] * 2
+
+
+def test_reader_without_a_thread_can_be_closed(monkeypatch: pytest.MonkeyPatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    group: Any = SimpleNamespace(agent=SlowAgent(), peers={}, aborted=threading.Event())
+    reader = _Reader(group, [torch.zeros(8, dtype=torch.uint8)] * SLOTS, [[]], [])
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime, "_idle", [])
+        patched.setattr(runtime._Kept, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            reader.begin([0])
+    closing = threading.Thread(target=reader.join, daemon=True)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()
 
 
 def test_closed_agent_cannot_be_read_by_whoever_kept_its_address(agents: tuple[Agent, Agent]):

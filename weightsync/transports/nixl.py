@@ -16,9 +16,9 @@ chunk on an earlier member. So waits form no cycle.
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from weightsync.errors import ProtocolError, WeightSyncError
 from weightsync.net import timeouts
-from weightsync.net.runtime import Deadline, spawn
+from weightsync.net.runtime import Deadline, submit
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
@@ -207,7 +207,7 @@ class NixlReceiver(MemberReceiver):
         if not {member for runs in told.runs for member, _, _ in runs}.issubset(told.before):
             raise ProtocolError(f"the plan reads from other members than {told.before}")
         runs = [[_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
-        self._slots = []  # free the old slots first
+        self._slots, self._reader = [], None  # free the old slots first
         self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         self._communicator.share(self._slots, told.before, told.behind, wait, deadline)
         self.waiting_for = [self._communicator.peers[member].member for member in (*told.before, *told.behind)]
@@ -278,14 +278,12 @@ class _Reader:
         self._loads: list[torch.cuda.Event | None] = [None] * len(slots)  # the end of each slot's last load
         self._late: list[str] = []
         self._error: Exception | None = None
-        self._ended = threading.Event()
-        self._ended.set()
+        self._running: Future[None] | None = None
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Begin to read these chunks, in this order."""
-        self._ended.wait()  # the last push's thread may still be on its last line
-        self._ended.clear()
-        spawn("nixl", partial(self._run, [*numbers]))
+        self.join()  # the last push's thread may still be on its last line
+        self._running = submit("nixl", partial(self._run, [*numbers]))
 
     def late(self, number: int) -> list[str]:
         """Return the names of the late members of a chunk. Raise the error of its read."""
@@ -302,8 +300,9 @@ class _Reader:
         self._read.remove(number)
 
     def join(self) -> None:
-        """Wait for the end of the thread. The group is aborted."""
-        self._ended.wait()
+        """Wait for the end of the thread. All chunks are read, or the group is aborted."""
+        if self._running is not None:
+            self._running.result()
 
     def _run(self, numbers: Sequence[int]) -> None:
         try:
@@ -320,8 +319,6 @@ class _Reader:
                     pause_s = min(2 * pause_s, _longest_poll_s(self._slots[0].device))
         except Exception as error:
             self._error = error.with_traceback(None)  # the traceback would keep the agent
-        finally:
-            self._ended.set()
 
     def _advance(self, ahead: deque[int], under_way: deque[_ChunkRead]) -> bool:
         """Begin the next chunk once its slot is free, and the offered reads. Return whether a chunk moved."""
