@@ -167,6 +167,17 @@ def test_engines_before_a_failure_keep_the_new_version_and_later_ones_the_old(
     assert all(engine.serves(4) and engine.version() == "3" and engine.generates for engine in engines)
 
 
+def test_error_names_engines_that_an_earlier_push_has_poisoned(engines: list[Slow]) -> None:
+    model = trainer_model(checkpoint(2))
+    with rolling(engines) as sync:
+        sync.push(model)
+        error = failed(sync, fill(model, 3), engines[1])
+        assert error.message.endswith("; POISONED until the next success: engine 1")
+        error = failed(sync, fill(model, 3), engines[0])
+        assert error.message.endswith("; POISONED until the next success: engine 0, engine 1")
+        assert [engine.state for engine in engines] == [POISONED, POISONED, CLEAN]
+
+
 def sort_as_pushed(sync: WeightSync, engines: list[Slow]) -> list[Slow]:
     """Return the engines in the order of the next push: by the pauses of the last one."""
     assert sync.last_report is not None

@@ -318,7 +318,7 @@ class Fleet:
         Adds the names of lost engines as the fact `lost`, and of the others as `survivors`.
         """
         cause = self._cause(error)
-        if mixed := [one.engine.name for one in self._active if (one.is_dirty or one.is_poisoned) and one.is_held()]:
+        if mixed := [one.engine.name for one in self.handles if (one.is_dirty or one.is_poisoned) and one.is_held()]:
             cause.message += f"; {wire.POISONED} until the next success: {', '.join(mixed)}"
         return cause
 
