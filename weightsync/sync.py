@@ -367,7 +367,7 @@ class WeightSync:
     def _collective(
         self, name: str, version: int | None = None, label: str | None = None, refused: str = ""
     ) -> Iterator[Update]:
-        if version is not None and not isinstance(version, int):
+        if version is not None and type(version) is not int:  # subclasses, as bool, do not travel as ints
             refused, version = f"version={version!r}; it must be a whole number, or None for the next", None
         elif version is not None and abs(version) > MAX_VERSION:
             refused, version = f"version={version}; the largest version is {MAX_VERSION}", None

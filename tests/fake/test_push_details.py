@@ -708,6 +708,7 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
         (lambda sync, model: sync.push(model.parameters()), "push got a generator, expected the model"),
         (lambda sync, model: sync.push([model]), "a list of length 1, expected one torch.nn.Module"),
         (lambda sync, model: sync.push(model, version="step-1"), "version='step-1'; it must be a whole number"),
+        (lambda sync, model: sync.push(model, version=True), "version=True; it must be a whole number"),
         (lambda sync, model: sync.push(model, version=0), "not newer than 0.* give at least 1"),
         (lambda sync, model: WeightSync("fsdp", None), "transport=None; choose"),
         (
