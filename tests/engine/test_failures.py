@@ -565,7 +565,7 @@ def test_an_interrupted_push(served: Http, trainers: Trainers):
     one, other = trainers.call(push_until_interrupted, "B")
     assert one == "KeyboardInterrupt"
     mixed = f"POISONED until the next success: engine 0 ({served.url})"
-    assert other == f"the trainer was interrupted; {mixed} [phase transfer]"
+    assert other == f"the trainer was interrupted; {mixed} [trainer rank 0, phase transfer]"
     heal_server(served, trainers, untouched=False)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import linecache
+import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,11 +18,14 @@ import pytest
 import test_lora_transport as lora
 import test_shared_memory as single_copy
 import torch
+from engine_process import EngineProcess, fingerprint
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from faults import FaultyTransport
+from ranks import run_ranks
 
 import weightsync
 import weightsync.strategies.lora
-from weightsync import CheckpointTransport, WeightSync
+from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError
 from weightsync.fleet.fleet import Fleet
 from weightsync.net.ranks import Ranks
 from weightsync.transports.ipc import IpcTransport
@@ -251,3 +257,46 @@ def test_a_push_of_an_adapter_that_is_interrupted_at_any_line_leaves_nothing(
             at += 9 * EVERY
     assert at > 1000
     assert not [*tmp_path.rglob("*")]
+
+
+def test_a_rank_that_is_asked_to_end_in_a_push_ends_and_the_others_name_it(tmp_path: Path) -> None:
+    engine = EngineProcess(tmp_path)
+    try:
+        for victim, how in enumerate((signal.SIGTERM, signal.SIGINT)):
+            run_ranks(_one_is_asked_to_end, 2, engine.url, victim, how)
+            assert engine.ask()["version"].startswith("POISONED")
+            with WeightSync("fsdp", "ipc", engine.url, timeout_s=20.0) as sync:
+                sync.push(trainer_model(checkpoint(3)))
+            assert engine.ask()["weights"] == fingerprint(cold(checkpoint(3)))
+    finally:
+        engine.kill()
+
+
+def _one_is_asked_to_end(rank: int, url: str, victim: int, how: signal.Signals) -> None:
+    """Push until the victim gets a signal. The trainer's own handler of SIGTERM raises `SystemExit`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    transport, model = FaultyTransport("ipc"), trainer_model(checkpoint(2))
+    with WeightSync("fsdp", transport, url, timeout_s=60.0, bucketer=ModuleBucketer(64)) as sync:
+        sync.push(model)
+        asked_at = 0.0
+
+        def ask() -> None:
+            nonlocal asked_at
+            asked_at = time.monotonic()
+            os.kill(os.getpid(), how)
+
+        def hold(chunk: int) -> None:
+            transport.before_chunk = None
+            if rank == victim:
+                threading.Timer(0.5, ask).start()  # it has sent its part by then, and waits
+            else:
+                time.sleep(1.5)
+
+        transport.before_chunk = hold
+        with pytest.raises((KeyboardInterrupt, SystemExit) if rank == victim else WeightSyncError) as ended:
+            sync.push(model)
+        if rank == victim:
+            assert time.monotonic() - asked_at < 10.0
+        else:
+            assert f"the trainer was interrupted; POISONED until the next success: engine 0 ({url})" in str(ended.value)
+            assert f"[trainer rank {victim}, phase " in str(ended.value)

@@ -461,9 +461,9 @@ def collective(ranks: Ranks, call: CollectiveCall = _UNNAMED, recovery: Recovery
                 yield update
                 ranks.cleanup = None
             except BaseException as cause:
-                interrupted.phase = phase = update.timeline.phase
+                who, phase = interrupted.who, interrupted.phase = f"trainer rank {ranks.rank}", update.timeline.phase
                 if isinstance(cause, Exception) and ranks.cleanup is not None:
-                    error = wrap_exception(cause, who=f"trainer rank {ranks.rank}", phase=phase)
+                    error = wrap_exception(cause, who=who, phase=phase)
                     ranks.cleanup = UninterruptedWork(partial(end, error))
                 agreed = cause if ranks.cleanup is None else ranks.cleanup.result()
                 if agreed is cause or not isinstance(cause, Exception):
