@@ -58,6 +58,7 @@ from weightsync import (
     WeightSync,
     WeightSyncError,
 )
+from weightsync.net.runtime import started_ticks
 from weightsync.tools.processes import Server, generate
 from weightsync.transports.base import Endpoint
 
@@ -258,7 +259,10 @@ def http_server(
 
 @pytest.fixture
 def served(http_server: Http, trainers: Trainers) -> Http:
-    """The server, connected to and pushed to by the two ranks."""
+    """The server, connected to and pushed to by the two ranks. Start it again where a test has ended it."""
+    if http_server.server.exit_report() is not None:
+        http_server.server.stop()
+        http_server.server.start()
     trainers.call(connect, http_server.url)
     assert [error for error, _ in trainers.call(push, "A")] == [None, None]
     return http_server
@@ -863,14 +867,22 @@ def ask_poisoned(engines: Engines) -> str:
         return str(error)
 
 
-def test_an_engine_that_dies_in_a_push(served: Http, trainers: Trainers, tmp_path: Path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["asked to end", "killed"])
+def test_an_engine_that_ends_in_a_push(served: Http, trainers: Trainers, tmp_path: Path, how: signal.Signals):
     there = tmp_path / "there"
     trainers.call(spoil, pause_in_send, 3, there)
     outcomes: list[Outcome] = []
     pushing = threading.Thread(target=lambda: outcomes.extend(trainers.call(push, "B")))
     pushing.start()
     wait_for(there.exists)
-    os.killpg(served.server.pid, signal.SIGKILL)
+    server = served.server.pid
+    assert server is not None
+    if how == signal.SIGTERM:
+        everyone = [server, *descendants(server)]
+        os.kill(server, how)
+        wait_for(lambda: not any(map(started_ticks, everyone)), GRACE_S)
+    else:
+        os.killpg(server, how)
     there.unlink()
     pushing.join(60)
     errors = [error for error, _ in outcomes]
@@ -880,3 +892,10 @@ def test_an_engine_that_dies_in_a_push(served: Http, trainers: Trainers, tmp_pat
     assert max(seconds for _, seconds in outcomes) < GRACE_S
     failed(trainers.call(push, "B"), EngineUnreachableError, GRACE_S)
     assert trainers.call(idle_threads) == [[], []]
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes that a process has started, and that these have."""
+    tasks = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
+    found = {int(child) for children in tasks for child in children.read_text().split()}
+    return found.union(*map(descendants, found))

@@ -57,6 +57,7 @@ IMPORTED = (
     "weightsync.vllm.extension",
     "weightsync.vllm.fence",
     "weightsync.vllm.pauses",
+    "weightsync.vllm.shutdown",
 )
 READ_BY_IMPORTS = ("CUDA_", "HF_", "OMP_", "TRANSFORMERS_")
 """Beginnings of environment variables. A process with other values of these than the zygote has is started afresh."""

@@ -9,6 +9,7 @@ It is `vllm serve` with weightsync's settings, and takes all options of `vllm se
   leaves it out.
 - /metrics has the workers' metrics of pushes (docs/operate/monitoring.md).
 - It refuses the calls of a trainer that stopped answering once another trainer has the engine.
+- It ends within seconds of a SIGTERM, during a push too.
 - With --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
 
 /health tells that the server lives, /weight_info the version of its weights.
@@ -30,7 +31,7 @@ from weightsync.net.addresses import host_port
 from weightsync.net.child import end_with_parent
 
 _HOST, _PORT = "127.0.0.1", 8000
-_FENCE, _PAUSES = "weightsync.vllm.fence.Fence", "weightsync.vllm.pauses.Pauses"
+_MIDDLEWARE = "fence.Fence", "pauses.Pauses", "shutdown.Shutdown"
 _LORA_UPDATING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
@@ -77,7 +78,7 @@ def command_line(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         environment[_LORA_UPDATING] = "1"
     config = '{"backend": "weightsync"}'
     command = ["serve", model, "--host", own.host, "--port", str(own.port), "--weight-transfer-config", config]
-    command += ["--middleware", _FENCE, "--middleware", _PAUSES, *others]
+    command += [f"--middleware=weightsync.vllm.{each}" for each in _MIDDLEWARE] + others
     return command, environment
 
 

@@ -1,0 +1,48 @@
+"""ASGI middleware of a vLLM server: it ends the calls of trainers when the engine has died.
+
+vLLM ends the engine's core at a SIGTERM, and its server then waits for the answers to all requests. A dead core never
+answers a call. Without this middleware a server that gets a SIGTERM during a push therefore does not end.
+
+`weightsync serve` adds this middleware. Any other server takes it by an option:
+`--middleware weightsync.vllm.shutdown.Shutdown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from weightsync.net import timeouts
+
+_CALLS = re.compile(
+    r"/(collective_rpc|load_lora_adapter|reset_\w+_cache|sleep|update_weights|wake_up|\w+_weight_(transfer_engine|update))"
+)
+"""Routes of the trainers' calls that reach the engine's core."""
+_UNAVAILABLE = 503
+_BODY = b"the engine has died, or its server is ending"
+
+
+class Shutdown:
+    """Middleware that passes on each request, and answers a trainer's call with status 503 once the engine has died."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not _CALLS.fullmatch(scope["path"], scope["path"].rfind("/")):
+            await self._app(scope, receive, send)
+            return
+        engine = scope["app"].state.engine_client
+        call = asyncio.ensure_future(self._app(scope, receive, send))
+        try:
+            while not (await asyncio.wait([call], timeout=timeouts.CALL_POLL_S))[0]:
+                if engine.errored:
+                    call.cancel()
+            if not call.cancelled():
+                call.result()
+                return
+        finally:
+            call.cancel()
+        await send({"type": "http.response.start", "status": _UNAVAILABLE})
+        await send({"type": "http.response.body", "body": _BODY})
