@@ -25,10 +25,11 @@ from ranks import run_ranks
 
 import weightsync
 import weightsync.strategies.lora
-from weightsync import CheckpointTransport, ModuleBucketer, WeightSync, WeightSyncError
+from weightsync import CheckpointTransport, EngineUnreachableError, ModuleBucketer, WeightSync, WeightSyncError
 from weightsync.fleet.fleet import Fleet
 from weightsync.net.ranks import Ranks
 from weightsync.transports.ipc import IpcTransport
+from weightsync.worker.loader import Receiver
 
 OURS = str(Path(weightsync.__file__).parent)
 FRAME = (f"{OURS}/sync.py", f"{OURS}/net/ranks.py", f"{OURS}/net/modes.py", f"{OURS}/net/uninterrupted.py")
@@ -198,6 +199,21 @@ def test_a_second_ctrl_c_in_the_middle_of_the_cleanup_is_raised_when_that_is_ove
         assert engine.version() == "1"
         assert engine.log.count("pause keep") == engine.log.count("resume")
         check(sync, engine, model, 3, name)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the worker's thread ends by it
+def test_a_worker_that_is_asked_to_end_says_so(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(*_: Any) -> None:
+        raise SystemExit  # as vLLM's handler of SIGTERM does
+
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+        sync.push(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(Receiver, "run", end)
+            with pytest.raises(EngineUnreachableError, match="the engine was asked to end"):
+                sync.push(model)
+        check(sync, engine, model, 3, None)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "checkpoint"])

@@ -279,7 +279,9 @@ class WorkerSession:
                     return
         except BaseException as error:
             failed_elsewhere = connection.was_told()
-            problem = tell(error)
+            # vLLM's handler of SIGTERM and SIGINT raises `SystemExit` in a worker.
+            ended = errors.EngineUnreachableError("the engine was asked to end")
+            problem = tell(error if isinstance(error, Exception) else ended)
             self.receiver.disconnect()
             if not connection.is_open():  # else the trainer keeps the engine until it has ended the update
                 self.close()
