@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of, trainer_model
 from recorders import RecordedEngine
+from torch import nn
 
 from weightsync import ConfigError, PeerError, PlacementError, WeightSync, WeightSyncError
 from weightsync.transports import nixl_group
@@ -71,6 +74,37 @@ def test_tensors_that_move_are_pushed_from_where_they_lie(engine: RecordedEngine
         for seed in (2, 3):  # each model has memory of its own
             sync.push(trainer_model(checkpoint(seed)))
             assert serves(engine, seed)
+
+
+class Stage(nn.Module):
+    """A pipeline stage with a parameter of these names alone."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(5)))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in self._parameters:
+                self.get_parameter(name).data.copy_(tensor)
+
+
+def test_workers_that_read_nothing_need_no_memory_of_each_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy")  # NIXL refuses "tcp" alone where a GPU is
+    stages = partial(Stage, "weight"), Stage
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                closing(FakeEngine(*(ModuleHost(s, {}, rank=r, world=2) for r, s in enumerate(stages))))
+            )
+            for _ in range(3)
+        ]
+        model = module_of({"weight": torch.arange(5.0)})
+        with WeightSync("fsdp", "nixl", engines, timeout_s=TIMEOUT_S) as sync:
+            sync.push(model)
+        for engine in engines:
+            assert torch.equal(engine.hosts[0].live.weight, model.weight)
 
 
 def open_files() -> int:

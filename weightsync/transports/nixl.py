@@ -111,13 +111,13 @@ class NixlTransport(MemberTransport):
         """Return the endpoint of a chain's worker, without the places of runs in the ranks' slots."""
         members = [self._ranks.size + worker for worker in chain.workers]
         before = sorted({rank for those in layout for rank in those})
-        if not position:
+        if not position or not before:
             told = staging.endpoint(layout, [])
         else:  # the slots of the worker before are laid out alike
             before = [members[position - 1]]
             ends = [max((each.end for each in those.values()), default=0) for those in layout]
             told = staging.endpoint(layout, [], runs=[[[before[0], 0, end]] if end else [] for end in ends])
-        behind = members[position + 1 :][:1]
+        behind = members[position + 1 :][:1] if before else []  # workers that read nothing have no slots to try
         return base.Endpoint([], told.arrivals, {**told.fields, "before": before, "behind": behind})
 
     def connect(self, deadline: Deadline) -> None:
