@@ -146,7 +146,7 @@ def make_buckets(
     groups += together
     last = never_resent(manifest, frozen, [*groups, *(names for plan in plans for names in plan.reloads)])
     if last and not any(meta.nbytes for meta in manifest if meta.name not in last):
-        raise ConfigError("all tensors with elements are frozen: a second push would change nothing")
+        raise ConfigError("all tensors with elements are frozen: a second push would change nothing. Freeze fewer")
     buckets = split(bucketer, manifest, groups, last)
     if apart := [w for w, scale in together if not any({w, scale} <= {*b.names} for b in buckets)]:
         raise ConfigError(
