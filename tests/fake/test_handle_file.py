@@ -175,7 +175,7 @@ def test_files_are_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_engine_that_ends_leaves_the_file_of_another_one(written: Path):
-    write(written, {}, pid=os.getppid())
+    write(written, {}, pid=os.getppid(), started_ticks=1)
     handle_file.remove(written)
     assert written.exists()
     write(written, {})
