@@ -879,8 +879,12 @@ def test_an_engine_that_ends_in_a_push(served: Http, trainers: Trainers, tmp_pat
     assert server is not None
     if how == signal.SIGTERM:
         everyone = [server, *descendants(server)]
+        asking = http.client.HTTPConnection(served.url.removeprefix("http://"))
+        asking.request("GET", "/weight_info")  # waits for the core, which waits for the push
+        served.get("/health")  # the server has very likely read the first request by now
         os.kill(server, how)
         wait_for(lambda: not any(map(started_ticks, everyone)), GRACE_S)
+        asking.close()
     else:
         os.killpg(server, how)
     there.unlink()

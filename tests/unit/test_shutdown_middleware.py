@@ -43,8 +43,12 @@ class SlowApp:
         await Shutdown(self)(scope, None, send)
 
 
-@pytest.mark.parametrize("path", ["/update_weights", "/collective_rpc", "/prefix/sleep", "/v1/load_lora_adapter"])
-def test_call_of_a_trainer_ends_when_the_engine_has_died(path: str) -> None:
+CALLS = ["/update_weights", "/collective_rpc", "/prefix/sleep", "/v1/load_lora_adapter"]
+CALLS += ["/is_paused", "/weight_info", "/update_weight_version", "/pause"]
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_call_of_the_core_ends_when_the_engine_has_died(path: str) -> None:
     app = SlowApp(WAIT_S)
     asyncio.run(asyncio.wait_for(app.ask(path, dies=True), WAIT_S / 2))
     assert (app.statuses, app.has_ended) == ([503], True)

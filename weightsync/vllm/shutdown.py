@@ -1,4 +1,4 @@
-"""ASGI middleware of a vLLM server: it ends the calls of trainers when the engine has died.
+"""ASGI middleware of a vLLM server: it ends calls of the engine's core when the engine has died.
 
 vLLM ends the engine's core at a SIGTERM, and its server then waits for the answers to all requests. A dead core never
 answers a call. Without this middleware a server that gets a SIGTERM during a push therefore does not end.
@@ -16,15 +16,15 @@ from typing import Any
 from weightsync.net import timeouts
 
 _CALLS = re.compile(
-    r"/(collective_rpc|load_lora_adapter|reset_\w+_cache|sleep|update_weights|wake_up|\w+_weight_(transfer_engine|update))"
+    r"/(collective_rpc|is_\w+|load_lora_adapter|pause|reset_\w+_cache|resume|sleep|wake_up|\w*weight\w*)"
 )
-"""Routes of the trainers' calls that reach the engine's core."""
+"""Routes that wait for a call of the engine's core. Those for generation are not among them: vLLM ends these."""
 _UNAVAILABLE = 503
 _BODY = b"the engine has died, or its server is ending"
 
 
 class Shutdown:
-    """Middleware that passes on each request, and answers a trainer's call with status 503 once the engine has died."""
+    """Middleware that passes on requests, and answers calls of the core with status 503 once the engine has died."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
