@@ -218,6 +218,11 @@ def attention_with_loaded_scales(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(quant_method(module), BaseKVCacheMethod)]
 
 
+def attention_with_scales(model: nn.Module) -> list[nn.Module]:
+    """Return the attention layers with scales for a KV cache. vLLM's dummy loader fills them."""
+    return [module for module in model.modules() if hasattr(module, CACHE_SCALES[0])]
+
+
 def has_8_bit_cache(attention: nn.Module) -> bool:
     return str(getattr(attention, "kv_cache_dtype", "auto")) not in ("auto", "bfloat16", "float16", "float32")
 

@@ -42,6 +42,23 @@ def register() -> None:
         register_quantisations()
     except Exception:
         logger.debug("this vLLM cannot register a quantisation", exc_info=True)
+    try:
+        _request_amx()
+    except Exception:
+        logger.debug("this torch cannot request AMX", exc_info=True)
+
+
+def _request_amx() -> None:
+    """Request AMX of Linux, which ends a process by SIGILL if it uses AMX's tiles without a request.
+
+    vLLM leaves the request to oneDNN, and calls oneDNN for large matrices alone. So small models end engines on CPUs
+    that have AMX.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        torch.cpu._init_amx()
 
 
 def plug_into(llm: Any) -> None:

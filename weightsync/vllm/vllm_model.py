@@ -164,13 +164,12 @@ class VllmModel:
                 f"TensorSelection.keep leaves {kept[0]} to the engine's checkpoint, and the start with "
                 'load_format="dummy" made it up. Start the engine from the checkpoint'
             )
-        scaled = compat.attention_with_loaded_scales(self.live)
-        if any(map(compat.has_8_bit_cache, scaled)):
+        if any(map(compat.has_8_bit_cache, compat.attention_with_loaded_scales(self.live))):
             raise UnsupportedError(
                 'load_format="dummy" makes up the scales of the engine\'s 8-bit KV cache: start the engine from the '
                 "checkpoint"
             )
-        self._lost_scales = scaled
+        self._lost_scales = compat.attention_with_scales(self.live)
         self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
 
     def note_start(self, worker: Any) -> None:
@@ -216,7 +215,8 @@ class VllmModel:
             self._attention = compat.post_processed_attention(self.live)
         for module in self._attention:
             before = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
-            compat.call_attention_hook(module, self._config.model_config.dtype)
+            with compat.default_dtype(self.dtype):  # as at a start: the hook may make parameters
+                compat.call_attention_hook(module, self.dtype)
             for key, old in before.items():
                 new = vars(module).get(key)
                 if new is not old and isinstance(new, torch.Tensor):

@@ -29,7 +29,8 @@ class ModuleGroup:
     recipes: post-processing only quantises weights, in these ways.
     checkpoint_recipes: for the current plan, the ways to quantise weights as the checkpoint has them.
     changed: the attributes set by post-processing, for each part of each module.
-    opaque: one of these attributes holds an object made from the weights. No copy can fill it again.
+    opaque: one of these attributes holds an object made from the weights, or another module releases a parameter. No
+        copy can fill these again.
     keep_alive: objects that an opaque group's kernels may point to.
     """
 

@@ -40,7 +40,8 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
         if signature not in verdicts:
             verdicts[signature] = _try_post_process(group, model, refused)
         verdict = verdicts[signature]
-        group.changed, group.opaque = verdict.changed, bool(verdict.opaque)
+        opaque = [*verdict.opaque, *_released(group, verdict)]
+        group.changed, group.opaque = verdict.changed, bool(opaque)
         group.in_place = verdict.left is not None and all(
             same_layout(mine._parameters.get(key), param)
             for mine, own in zip(group.live, verdict.left, strict=True)
@@ -50,8 +51,8 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
             group.placements = {group.param(key): own for key, own in verdict.placements.items()}
         if all(recipe.fits(dict(parameters_of(group.live[0]))) for recipe in verdict.recipes):
             group.recipes = verdict.recipes
-        if not group.in_place and verdict.opaque and model.device.type != "cpu":
-            unsafe.append(f"{group.names[0]} ({', '.join(verdict.opaque)})")
+        if not group.in_place and opaque and model.device.type != "cpu":
+            unsafe.append(f"{group.names[0]} ({', '.join(opaque)})")
     for group in groups:
         if any(recipe.form in refused for recipe in group.recipes):
             group.recipes = ()  # its weights were too few to tell the forms apart
@@ -72,6 +73,7 @@ class _Verdict:
     recipes: post-processing only quantised the weights of a single module, in these ways.
     changed: the attributes set by it, for each part.
     opaque: objects made from the weights. A reload could not fill them again.
+    kept: the keys of each module's parameters that still have elements.
     """
 
     left: Sequence[Mapping[str, torch.Tensor]] | None
@@ -79,6 +81,20 @@ class _Verdict:
     recipes: tuple[Recipe, ...]
     changed: list[list[str]]
     opaque: list[str]
+    kept: Sequence[frozenset[str]]
+
+
+def _released(group: ModuleGroup, verdict: _Verdict) -> list[str]:
+    """Return the parameters that another module has released after it has derived its own tensors from them.
+
+    MLA's attention does so with `kv_b_proj` on CPUs with AMX.
+    """
+    return [
+        f"{name}.{key} was released"
+        for name, module, kept in zip(group.names, group.live, verdict.kept, strict=True)
+        for key, param in parameters_of(module)
+        if key in kept and not param.numel()
+    ]
 
 
 def _signature(group: ModuleGroup, model: EngineModel) -> Any:
@@ -116,7 +132,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel, refused: set[AnyFo
         left = [dict(parameters_of(module)) for module in group.pristine]
     elif is_bare and not opaque and placements:
         left = [_laid_out(first.processed)]
-    return _Verdict(left, placements if left else {}, recipes, first.changed, opaque)
+    return _Verdict(left, placements if left else {}, recipes, first.changed, opaque, first.kept)
 
 
 def _compare(
@@ -148,6 +164,7 @@ class _Attempt:
     changed: the attributes set by it, for each part. `left` has their values.
     made: the attributes among them with an object made in it.
     known: the addresses of the parameters' storages after it.
+    kept: the keys of each module's parameters with elements after it.
     loaded, processed: the first module's parameters before and after.
     """
 
@@ -177,6 +194,7 @@ class _Attempt:
             # vLLM may register a new parameter over the same memory, and may also copy.
             processed = [dict(parameters_of(module)) for module in group.pristine]
             self.known = {param.untyped_storage().data_ptr() for those in processed for param in those.values()}
+            self.kept = [frozenset(key for key, param in those.items() if param.numel()) for those in processed]
             own = {id(part) for part in holders}
             self.made = {
                 key: value

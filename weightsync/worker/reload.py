@@ -16,7 +16,7 @@ from torch import nn
 
 from weightsync.errors import UnsupportedError
 from weightsync.worker.engine_model import EngineModel
-from weightsync.worker.module_groups import ModuleGroup
+from weightsync.worker.module_groups import ModuleGroup, parameters_of
 from weightsync.worker.reachable import diff_objects
 from weightsync.worker.trace import Fill
 
@@ -108,14 +108,16 @@ class Reload:
                 snapshot.restore()
             raise
         if group.opaque:
-            # A kernel's new object may point into memory without holding it: a scale made by post-processing, as with
-            # oneDNN, or a fresh parameter.
-            group.keep_alive = [self.fresh, after]
             olds = {id(new): old for _, old, new in found.tensors}
             for part, keys in zip(holders, group.changed, strict=True):
                 slots = part.__dict__.get("_parameters", {})
                 _fill_and_put_back(slots, list(slots), olds)
                 _fill_and_put_back(part.__dict__, keys, olds)
+            # A kernel's new object may point into memory without holding it: a scale made by post-processing, as with
+            # oneDNN, or a fresh parameter. The modules hold the others, until another module releases them.
+            held = {id(param) for module in group.live for _, param in parameters_of(module)}
+            states = (self.fresh, *after)
+            group.keep_alive = [each for state in states for each in state.values() if id(each) not in held]
             return
         for snapshot in saved:
             snapshot.restore()
