@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -635,6 +636,36 @@ def test_pushed_equals_cold(process: Any, chunks: str):
     assert [host.refreshed for host in hosts] == [4, 4]
     if process is not hide_in_closure and process is not remove_and_keep_in_object:
         assert places == [[tensor.data_ptr() for tensor in outputs(host.live)] for host in hosts]
+
+
+class ReleasingHost(ModuleHost):
+    """What reads an attention's weight derives a tensor from it and releases it, as MLA does on CPUs with AMX."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(TinyEngineModel, weights)
+        self.refresh_derived_state()
+
+    def refresh_derived_state(self) -> bool:
+        attention = [module for module in self.live.modules() if isinstance(module, Attention)]
+        self.derived = [module.weight.t().contiguous() for module in attention]
+        self.released = [weakref.ref(module.weight) for module in attention]
+        for module in attention:
+            module.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        return True
+
+
+def test_a_weight_that_another_module_releases_is_loaded_for_that_module():
+    a, b = checkpoint(1), checkpoint(2)
+    host = ReleasingHost(a)
+    trainer = MemoryTrainer(host, tensors={name: tensor.clone() for name, tensor in b.items()})
+    for tensors in (b, a, a, b):
+        for name, tensor in trainer.tensors.items():
+            tensor.copy_(tensors[name])
+        trainer.push()
+        expected = ReleasingHost(tensors)
+        assert all(map(torch.equal, host.derived, expected.derived))
+        assert all(map(torch.equal, outputs(host.live), outputs(expected.live)))
+        assert [each() for each in host.released] == [None, None], "no memory is kept"
 
 
 def test_the_bytes_of_a_push_are_those_that_were_read():
