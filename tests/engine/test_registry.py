@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import registry_models
@@ -82,12 +83,11 @@ class Planner:
     def __init__(self) -> None:
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # of the hundreds of configs each has something to warn of
         registry_models.stand_in("torchvision", "torchaudio")
-        import torch
         import transformers
 
         # Or a config is written out, with all of its parts, into errors that huggingface_hub then drops.
         transformers.PretrainedConfig.__repr__ = object.__repr__
-        torch.cpu._is_amx_tile_supported = lambda: False  # the document is of CPUs without AMX
+        patch("torch.cpu._is_amx_tile_supported", return_value=False).start()  # the document is of CPUs without AMX
 
     def registry(self) -> tuple[list[str], list[str], int]:
         """Return the architectures for text and the multimodal ones of vLLM's registry, and how many it has in all."""

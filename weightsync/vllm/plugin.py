@@ -19,40 +19,40 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Register the backend "weightsync" of engines and trainers, and "weightsync_int8" and "weightsync_plain".
 
-    The last two are quantisations.
+    The last two are quantisations. Also requests AMX.
 
     May be called any number of times.
     """
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    for step in (_register_engine, _register_trainer, _register_quantisations, _request_amx):
+        try:
+            step()
+        except Exception:
+            logger.debug("done already, or this vLLM cannot do it: %s", step.__name__, exc_info=True)
 
-        WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.engine", "WeightSyncEngine")
-    except Exception:
-        logger.debug("registered already, or this vLLM has no weight transfer engines", exc_info=True)
-    try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        trainer = "weightsync.integrations.vllm_trainer", "WeightSyncTrainerEngine"
-        WeightTransferTrainerFactory.register_engine(BACKEND, *trainer)
-    except Exception:
-        logger.debug("registered already, or this vLLM has no interface for trainers", exc_info=True)
-    try:
-        from weightsync.vllm.quant_schemes import register as register_quantisations
+def _register_engine() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        register_quantisations()
-    except Exception:
-        logger.debug("this vLLM cannot register a quantisation", exc_info=True)
-    try:
-        _request_amx()
-    except Exception:
-        logger.debug("this torch cannot request AMX", exc_info=True)
+    WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.engine", "WeightSyncEngine")
+
+
+def _register_trainer() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    trainer = "weightsync.integrations.vllm_trainer", "WeightSyncTrainerEngine"
+    WeightTransferTrainerFactory.register_engine(BACKEND, *trainer)
+
+
+def _register_quantisations() -> None:
+    from weightsync.vllm.quant_schemes import register
+
+    register()
 
 
 def _request_amx() -> None:
-    """Request AMX of Linux, which ends a process by SIGILL if it uses AMX's tiles without a request.
+    """Request AMX of Linux. Without a request, the first use of AMX's tiles ends the process by SIGILL.
 
-    vLLM leaves the request to oneDNN, and calls oneDNN for large matrices alone. So small models end engines on CPUs
-    that have AMX.
+    vLLM leaves the request to oneDNN, and calls oneDNN for large matrices alone. So an engine of a small model ends.
     """
     import torch
     from vllm.platforms import current_platform

@@ -73,7 +73,7 @@ class _Verdict:
     recipes: post-processing only quantised the weights of a single module, in these ways.
     changed: the attributes set by it, for each part.
     opaque: objects made from the weights. A reload could not fill them again.
-    kept: the keys of each module's parameters that still have elements.
+    kept: the keys of each module's parameters with elements.
     """
 
     left: Sequence[Mapping[str, torch.Tensor]] | None
@@ -85,9 +85,9 @@ class _Verdict:
 
 
 def _released(group: ModuleGroup, verdict: _Verdict) -> list[str]:
-    """Return the parameters that another module has released after it has derived its own tensors from them.
+    """Return the parameters released by another module, after a tensor was derived from each.
 
-    MLA's attention does so with `kv_b_proj` on CPUs with AMX.
+    MLA's attention releases `kv_b_proj` on CPUs with AMX.
     """
     return [
         f"{name}.{key} was released"
