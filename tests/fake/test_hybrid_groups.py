@@ -797,7 +797,7 @@ def test_ppo_has_the_losses_that_it_has_in_one_process(
             after = ppo.step(batch, *workers, 0.01)
             losses.append((after["actor_loss"].sum().item(), after["critic_loss"].sum().item()))
     controlled, single = map(torch.tensor, found)
-    assert (controlled - single).abs().max() < 1e-5
+    assert (controlled - single).abs().max() < 5e-5  # processors add in other orders
     # Each loss is another one, so that a step that is left out would be seen.
     assert (single[1:] - single[:-1]).abs().min() > 1e-4
 
