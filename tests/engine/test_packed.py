@@ -178,7 +178,7 @@ def test_which_tensors_are_packed_and_how_workers_cut_them(planner: Remote, stra
 def serve(engines: Engines, strategy: str) -> dict[str, Answer]:
     add_kernel()
     for weights in "AB":
-        if not (folder := engines._folder / f"W8A16-{strategy}-{weights}").exists():
+        if not (folder := engines.folder / f"W8A16-{strategy}-{weights}").exists():
             save(strategy, weights, folder)
     return engines.serve(f"W8A16-{strategy}")
 

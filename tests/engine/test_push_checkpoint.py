@@ -64,7 +64,7 @@ def test_pushed_equals_cold_and_so_does_what_was_written(
 
 def serve_quantised(engines: Engines, scheme: str) -> tuple[dict[str, Answer], Path]:
     for weights in "AB":
-        if not (folder := engines._folder / f"qwen2-{scheme}-{weights}").exists():
+        if not (folder := engines.folder / f"qwen2-{scheme}-{weights}").exists():
             quantised_checkpoints.save(tiny_models.build("qwen2", weights), scheme, folder)
     return engines.serve(f"qwen2-{scheme}"), folder
 

@@ -55,7 +55,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 def serve(engines: Engines, model: str, quantization: str | None = None, tp: int = 1) -> dict[str, Answer]:
     if model in CHECKPOINTS:
         for weights in "AB":
-            if not (folder := engines._folder / f"{model}-{weights}").exists():
+            if not (folder := engines.folder / f"{model}-{weights}").exists():
                 quantised_checkpoints.save(tiny_models.build("qwen2", weights), CHECKPOINTS[model], folder)
     return engines.serve(model, tp, **({"quantization": quantization} if quantization else {}))
 
@@ -142,7 +142,7 @@ CACHE_SCALE = 0.25
 
 def serve_with_cache_scales(engines: Engines) -> dict[str, Answer]:
     for weights in "AB":
-        if not (folder := engines._folder / f"cache-scales-{weights}").exists():
+        if not (folder := engines.folder / f"cache-scales-{weights}").exists():
             quantised_checkpoints.save(tiny_models.build("qwen2", weights), "FP8-dynamic", folder, CACHE_SCALE)
     return engines.serve("cache-scales", kv_cache_dtype="fp8")
 
@@ -230,7 +230,7 @@ def test_a_push_that_dies_in_the_middle_of_a_layer(engines: Remote, die: Any, at
 def push_as_saved(engines: Engines, checkpoint: str, leave_out: str = "") -> dict[str, int] | WeightSyncError:
     """Push the tensors of a checkpoint as they are, all but those whose names end with `leave_out`."""
     engines.release()
-    engines.model = tiny_models.as_saved(engines._folder / checkpoint)
+    engines.model = tiny_models.as_saved(engines.folder / checkpoint)
     for name, _ in list(engines.model.named_parameters()):
         if leave_out and name.endswith(leave_out):
             path, _, last = name.rpartition(".")

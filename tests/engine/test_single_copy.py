@@ -78,7 +78,7 @@ def train_a_step(engines: Engines, **options: Any) -> None:
 
 def start_cold_from_the_trainer(engines: Engines) -> Any:
     """What an engine answers that is started from what the trainer saves."""
-    folder = engines._folder / "trained"
+    folder = engines.folder / "trained"
     tiny_models.save(engines.model, folder)
     engines.start(folder, quantization="weightsync_plain")
     return engines.ask()

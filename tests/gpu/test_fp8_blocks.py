@@ -17,7 +17,7 @@ def serve_and_push(engines: Engines, model: str, pushes: str) -> tuple[dict[str,
     """Return what cold engines answer, and what one that was started with random weights answers after each push."""
     cold = {}
     for weights in "AB":
-        folder = engines._folder / f"{model}-in-blocks-{weights}"
+        folder = engines.folder / f"{model}-in-blocks-{weights}"
         quantised_checkpoints.save(tiny_models.build(model, weights), "FP8-block", folder)
         engines.start(folder, enforce_eager=False)
         cold[weights] = engines.ask()

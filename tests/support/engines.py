@@ -173,7 +173,7 @@ class Engines:
         self.model: Any = None  # a trainer in this process
         self.sync: Any = None
         self._vllm = vllm
-        self._folder = folder
+        self.folder = folder
         self._running: tuple[Any, ...] = ()
         self._cold_state: State | None = None
         self._known = known
@@ -200,7 +200,7 @@ class Engines:
         return differing(state_of(self.live_model()), self._cold_state)
 
     def checkpoint(self, model: str, weights: str) -> Path:
-        folder = self._folder / f"{model}-{weights}"
+        folder = self.folder / f"{model}-{weights}"
         return folder if folder.exists() else tiny_models.save(tiny_models.build(model, weights), folder)
 
     def start(self, checkpoint: Path, **options: Any) -> None:

@@ -113,6 +113,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         n_group=2,
         topk_method="noaux_tc",
     ),
+    "deepseek-dense-blocks": _config(
+        "DeepseekV3Config",
+        **_DEEPSEEK | {"q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 2},
+        n_group=2,
+    ),
     # One KV head: with two engine workers each holds a copy of it.
     "qwen3-moe": _config(
         "Qwen3MoeConfig",

@@ -247,6 +247,11 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def has_released(attention: Any) -> bool:
+    """Return whether MLA's attention has released `kv_b_proj`, as with AMX, and no push has filled it since."""
+    return getattr(attention, "is_amx_bmm_enabled", False) and not attention.kv_b_proj.weight.numel()
+
+
 def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
     """Return the attention kernels with sinks, each with the parameter behind its sinks.
 

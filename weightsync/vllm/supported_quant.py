@@ -23,12 +23,12 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # fp8 and fp8_per_tensor, with Marlin's kernels too
     "Fp8PerTensorOnlineLinearMethod": ("cuda",),
     "Fp8PerTensorOnlineMoEMethod": ("cuda",),
-    # fp8_per_block
-    "Fp8PerBlockOnlineLinearMethod(block)": ("cuda",),
-    "Fp8PerBlockOnlineMoEMethod(block)": ("cuda",),
-    # checkpoints with `weight_scale_inv`, DeepSeek's layout
-    "Fp8LinearMethod(block)": ("cuda",),
-    "Fp8MoEMethod(block)": ("cuda",),
+    # fp8_per_block, on CPUs with AMX
+    "Fp8PerBlockOnlineLinearMethod(block)": ("cpu", "cuda"),
+    "Fp8PerBlockOnlineMoEMethod(block)": ("cpu", "cuda"),
+    # checkpoints with `weight_scale_inv`, DeepSeek's layout, on CPUs with AMX
+    "Fp8LinearMethod(block)": ("cpu", "cuda"),
+    "Fp8MoEMethod(block)": ("cpu", "cuda"),
     # checkpoints of llm-compressor: FP8-dynamic and W8A8-int8
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Fp8(channel)": ("cpu", "cuda"),
     "CompressedTensorsLinearMethod/CompressedTensorsW8A8Int8(channel)": ("cpu", "cuda"),
@@ -36,8 +36,8 @@ PROVEN: dict[str, tuple[str, ...]] = {
     # and W8A16, with Machete's kernels and with Marlin's
     "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, channel)": ("cuda",),
     "CompressedTensorsLinearMethod/CompressedTensorsWNA16(8 bit, group)": ("cuda",),
-    # GPT-OSS's own checkpoints, with Triton's kernels and with Marlin's
-    "GptOssMxfp4MoEMethod": ("cuda",),
+    # GPT-OSS's own checkpoints, with Triton's kernels and with Marlin's, and on CPUs with AMX
+    "GptOssMxfp4MoEMethod": ("cpu", "cuda"),
 }
 """The types of device on which tests have proven a layer's reload, by `kind_of` of the layer."""
 

@@ -214,6 +214,8 @@ class VllmModel:
         if self._attention is None:
             self._attention = compat.post_processed_attention(self.live)
         for module in self._attention:
+            if compat.has_released(module):
+                continue
             before = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
             with compat.default_dtype(self.dtype):  # as at a start: the hook may make parameters
                 compat.call_attention_hook(module, self.dtype)
