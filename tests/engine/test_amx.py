@@ -21,13 +21,10 @@ BLOCKS, MXFP4 = "FP8-block", "MXFP4"
 def serve(engines: Engines, model: str, form: str | None, quantization: str | None) -> dict[str, Answer]:
     """Start an engine with random weights. Return what cold engines answer."""
     name = f"{model}-{form}" if form else model
-    for weights in "AB":
-        if form and not (folder := engines.folder / f"{name}-{weights}").exists():
-            built = tiny_models.build(model, weights)
-            if form == MXFP4:
-                quantised_checkpoints.save_mxfp4(built, folder)
-            else:
-                quantised_checkpoints.save(built, form, folder)
+    if form == MXFP4:
+        engines.save(name, lambda weights, to: quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), to))
+    elif form:
+        engines.save(name, lambda weights, to: quantised_checkpoints.save(tiny_models.build(model, weights), form, to))
     options = {"quantization": quantization} if quantization else {}
     cold = engines.serve(name, **options)
     engines.start(engines.checkpoint(name, "A"), load_format="dummy", **options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,9 +178,7 @@ def test_which_tensors_are_packed_and_how_workers_cut_them(planner: Remote, stra
 
 def serve(engines: Engines, strategy: str) -> dict[str, Answer]:
     add_kernel()
-    for weights in "AB":
-        if not (folder := engines.folder / f"W8A16-{strategy}-{weights}").exists():
-            save(strategy, weights, folder)
+    engines.save(f"W8A16-{strategy}", partial(save, strategy))
     return engines.serve(f"W8A16-{strategy}")
 
 

@@ -63,10 +63,9 @@ def test_pushed_equals_cold_and_so_does_what_was_written(
 
 
 def serve_quantised(engines: Engines, scheme: str) -> tuple[dict[str, Answer], Path]:
-    for weights in "AB":
-        if not (folder := engines.folder / f"qwen2-{scheme}-{weights}").exists():
-            quantised_checkpoints.save(tiny_models.build("qwen2", weights), scheme, folder)
-    return engines.serve(f"qwen2-{scheme}"), folder
+    name = f"qwen2-{scheme}"
+    engines.save(name, lambda weights, to: quantised_checkpoints.save(tiny_models.build("qwen2", weights), scheme, to))
+    return engines.serve(name), engines.checkpoint(name, "B")
 
 
 def test_an_engine_starts_from_what_a_sender_has_quantised(engines: Remote, tmp_path: Path):

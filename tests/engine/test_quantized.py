@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ BUCKETS: dict[str, dict[str, Any]] = {
 }
 
 
+def save(scheme: str, weights: str, folder: Path, cache_scale: float | None = None) -> None:
+    quantised_checkpoints.save(tiny_models.build("qwen2", weights), scheme, folder, cache_scale)
+
+
 def serve(engines: Engines, model: str, quantization: str | None = None, tp: int = 1) -> dict[str, Answer]:
     if model in CHECKPOINTS:
-        for weights in "AB":
-            if not (folder := engines.folder / f"{model}-{weights}").exists():
-                quantised_checkpoints.save(tiny_models.build("qwen2", weights), CHECKPOINTS[model], folder)
+        engines.save(model, partial(save, CHECKPOINTS[model]))
     return engines.serve(model, tp, **({"quantization": quantization} if quantization else {}))
 
 
@@ -141,9 +144,7 @@ CACHE_SCALE = 0.25
 
 
 def serve_with_cache_scales(engines: Engines) -> dict[str, Answer]:
-    for weights in "AB":
-        if not (folder := engines.folder / f"cache-scales-{weights}").exists():
-            quantised_checkpoints.save(tiny_models.build("qwen2", weights), "FP8-dynamic", folder, CACHE_SCALE)
+    engines.save("cache-scales", partial(save, "FP8-dynamic", cache_scale=CACHE_SCALE))
     return engines.serve("cache-scales", kv_cache_dtype="fp8")
 
 

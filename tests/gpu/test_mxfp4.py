@@ -17,9 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
 
 def serve(engines: Engines, model: str, kernel: str, tp: int = 1, **options: Any) -> dict[str, Answer]:
     name = f"{model}-mxfp4"
-    for weights in "AB":
-        if not (folder := engines.folder / f"{name}-{weights}").exists():
-            quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), folder)
+    engines.save(name, lambda weights, to: quantised_checkpoints.save_mxfp4(tiny_models.build(model, weights), to))
     return engines.serve(name, tp, moe_backend=kernel, **GRAPHS, **options)
 
 

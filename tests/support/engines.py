@@ -203,6 +203,12 @@ class Engines:
         folder = self.folder / f"{model}-{weights}"
         return folder if folder.exists() else tiny_models.save(tiny_models.build(model, weights), folder)
 
+    def save(self, name: str, save: Callable[[str, Path], object]) -> None:
+        """Have the checkpoints that `serve` calls `name`. `save` writes one, of the weights "A" or "B", to a folder."""
+        for weights in "AB":
+            if not (folder := self.folder / f"{name}-{weights}").exists():
+                save(weights, folder)
+
     def start(self, checkpoint: Path, **options: Any) -> None:
         """Start an `LLM`, `self.llm`, after ending the one that runs."""
         self.end()

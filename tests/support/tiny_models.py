@@ -58,6 +58,13 @@ _GPT_OSS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
+_DEEPSEEK_BLOCKS = _DEEPSEEK | {
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 128,
+}
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": _config("LlamaConfig"),
     "llama-tied": _config("LlamaConfig", tie_word_embeddings=True),
@@ -107,17 +114,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=128,
         decoder_sparse_step=1,
     ),
-    "deepseek-v3-blocks": _config(
-        "DeepseekV3Config",
-        **_DEEPSEEK | {"q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "moe_intermediate_size": 128},
-        n_group=2,
-        topk_method="noaux_tc",
-    ),
-    "deepseek-dense-blocks": _config(
-        "DeepseekV3Config",
-        **_DEEPSEEK | {"q_lora_rank": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 2},
-        n_group=2,
-    ),
+    "deepseek-v3-blocks": _config("DeepseekV3Config", **_DEEPSEEK_BLOCKS, n_group=2, topk_method="noaux_tc"),
+    "deepseek-dense-blocks": _config("DeepseekV3Config", **_DEEPSEEK_BLOCKS | {"first_k_dense_replace": 2}, n_group=2),
     # One KV head: with two engine workers each holds a copy of it.
     "qwen3-moe": _config(
         "Qwen3MoeConfig",

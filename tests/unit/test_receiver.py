@@ -639,7 +639,7 @@ def test_pushed_equals_cold(process: Any, chunks: str):
 
 
 class ReleasingHost(ModuleHost):
-    """What reads an attention's weight derives a tensor from it and releases it, as MLA does on CPUs with AMX."""
+    """A model whose attention's weight is released once a tensor was derived from it, as by MLA on CPUs with AMX."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(TinyEngineModel, weights)
