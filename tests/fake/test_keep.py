@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from unittest import mock
 
 import pytest
 import torch
-from fake_engine import FakeEngine, ModuleHost
+from fake_engine import FakeEngine, ModuleHost, fail_once_after
 from torch import nn
 
-from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync
+from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedError, WeightSync, WeightSyncError
+from weightsync.net.wire import POISONED
 from weightsync.strategies.restart import CheckpointTransport
 
 
@@ -102,6 +104,27 @@ def test_every_push_asks_whether_the_part_is_still_there():
         push(model, ["tower.*"], host)
     assert asked == [["tower.weight", "tower.bias"]] * 2
     assert torch.equal(host.live.text.weight, filled), "a refused push has written"
+
+
+def test_what_a_failed_push_has_written_is_not_kept():
+    host, selection = ModuleHost(Engine, Engine().state_dict()), TensorSelection(keep=["tower.*"])
+    whole, text = Engine(), Text()
+    with closing(FakeEngine(host)) as engine:
+        (session,) = engine.sessions
+        with WeightSync("fsdp", "ipc", engine, timeout_s=10.0) as sync:
+            fail_once_after(session.receiver, 0)
+            with pytest.raises(WeightSyncError, match="no memory left"):
+                sync.push(whole)
+        with WeightSync("fsdp", "ipc", engine, selection=selection, timeout_s=10.0) as sync:
+            with pytest.raises(UnsupportedError, match=r"a mixture in tower\.bias, tower\.weight"):
+                sync.push(text)
+            assert session.receiver.state == POISONED
+        with WeightSync("fsdp", "ipc", engine, timeout_s=10.0) as sync:
+            sync.push(whole)
+        with WeightSync("fsdp", "ipc", engine, selection=selection, timeout_s=10.0) as sync:
+            sync.push(text)
+    assert torch.equal(host.live.tower.weight, whole.tower.weight)
+    assert torch.equal(host.live.text.weight, text.text.weight)
 
 
 @pytest.mark.parametrize("transport", ["lora", CheckpointTransport("unused")])

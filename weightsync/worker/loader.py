@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from weightsync.errors import ManifestError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError
+from weightsync.errors import ManifestError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError, first_few
 from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, collector_paused, submit
@@ -65,6 +65,8 @@ class Receiver:
         """The loader's constants, and the exported parameters to set them in. None: no parameters are exported."""
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._clear_kv_cache: Callable[[], bool] | None = None  # between `begin_push` and `run`
+        self._unproven: set[str] = set()
+        """The parameters written since the last commit."""
         self.loaded: Done | None = None
         """The outcome of a loaded push that awaits its commit."""
 
@@ -190,13 +192,19 @@ class Receiver:
         """Check the engine's kernels and kept parameters, and begin to search its KV cache. Writes nothing.
 
         Raises:
-            UnsupportedError: A kernel has changed since `make_plan`, or the engine has lost a kept parameter.
+            UnsupportedError: A kernel has changed since `make_plan`, the engine has lost a kept parameter, or a failed
+                push has written one.
             EngineError: Requests are between this engine and another.
         """
         if self._planner is not None and self._traced is not None:
             with self._model.scope():
                 self._planner.kernels.check()
                 self._model.check_kept(self._traced.kept)
+                if mixed := sorted(self._unproven.intersection(self._traced.answer.kept)):
+                    raise UnsupportedError(
+                        f"a failed push has left a mixture in {first_few(mixed)}, and this push leaves them alone: "
+                        "push the whole model, or restart the engine"
+                    )
                 self._model.check_requests()
                 self._clear_kv_cache = self._model.search_kv_cache()
 
@@ -216,6 +224,8 @@ class Receiver:
             self.begin_push()
         clear, self._clear_kv_cache = self._clear_kv_cache, None
         self.state, self.loaded = POISONED, None
+        if self._traced is not None:
+            self._unproven |= self._traced.trace.filled()
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
@@ -262,6 +272,7 @@ class Receiver:
             self._planner.outlived.clear()
         if self._plan is not None:
             self._plan.note_commit()
+        self._unproven.clear()
         self.version, self.state, self.loaded = version, CLEAN, None
         return time.perf_counter() - started
 
