@@ -209,6 +209,7 @@ def test_engines_wake_around_a_push(actor: WorkerGroup, engine: RolloutGroup):
         # Caches are reset by a thread of their own.
         assert sorted(push) == [
             "finish_weight_update",
+            "reset_prefix_cache",  # twice: before the update and after it
             "reset_prefix_cache",
             "start_weight_update",
             "update_weights",

@@ -43,14 +43,14 @@ class RayEngine(VllmEngine):
         return LOCAL if address == ray.util.get_node_ip_address() else address
 
     def pause(self, mode: str) -> None:
-        """Pause an `AsyncLLM`. For an `LLM`, wait until the actor's running method has returned.
+        """Pause an `AsyncLLM`. Reset the prefix cache of an `LLM`, once the actor's running method has returned.
 
         An `LLM` under data parallelism is paused too: its core may step with the cores of other actors.
         """
         if self._is_async or self._setup["in_step"]:
             super().pause(mode)
         else:
-            self._take_turn("pause", _nothing)
+            self._reset_prefix_cache(connector=False)  # as `LlmEngine.pause`, for the same reason
 
     def resume(self) -> None:
         """Resume an engine that `pause` has paused."""
@@ -151,9 +151,6 @@ def _describe(engine: Any) -> dict[str, str]:
 
 def _answer(actor: Any, question: Callable[[Any], Answer]) -> Answer:
     return question(_inside(actor))
-
-
-def _nothing(actor: Any) -> None: ...
 
 
 def _call(actor: Any, front: bool, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
