@@ -143,17 +143,27 @@ def test_pushed_equals_cold(engines: Remote, trainers: Trainers, model: str, tp:
         FOUND[model].load_paths = ", ".join(f"{count} {path}" for path, count in counts.items())
 
 
-def balance_experts(engines: Engines) -> None:
+def balance_experts(engines: Engines, is_balanced: bool) -> None:
     """Say what vLLM itself refuses on a CPU."""
-    engines.start(engines.checkpoint("qwen3-moe", "A"))
     worker = engines.llm.llm_engine.model_executor.driver_worker.worker
-    worker.vllm_config.parallel_config.enable_eplb = True
+    worker.vllm_config.parallel_config.enable_eplb = is_balanced
 
 
-def test_expert_load_balancing_is_refused(engines: Remote, trainers: Trainers):
-    engines.call(balance_experts, timeout_s=240)
+def keep_what_a_forward_makes(engines: Engines) -> None:
+    """Let a layer look like one of GLM-5 Next, which vLLM runs on GPUs alone."""
+    vars(engines.live_model().model.layers[0].self_attn)["_merged_conv_weight"] = None
+
+
+def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
+    checkpoint = engines.call(Engines.checkpoint, "qwen3-moe", "A")
+    engines.call(Engines.start, checkpoint, timeout_s=240)
+    engines.call(balance_experts, True)
     trainers.call(connect, "qwen3-moe", "ipc", {})
     with pytest.raises(UnsupportedError, match="vLLM's loader fills the first slots"):
+        trainers.call(push, "B")
+    engines.call(balance_experts, False)
+    engines.call(keep_what_a_forward_makes)
+    with pytest.raises(UnsupportedError, match=r"vLLM makes \w+\._merged_conv_weight from weights in its first"):
         trainers.call(push, "B")
     assert engines.call(Engines.refusal) == ""
 

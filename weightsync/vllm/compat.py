@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,10 @@ from weightsync.errors import UnsupportedError
 
 HAVE_RUN = (0, 20), (0, 32)
 """The first and the last vLLM that weightsync ran with. `weightsync.tools.doctor` and setup.py repeat the last."""
+
+
+_MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache"
+"""Attributes of modules for values that vLLM's first forward makes from weights: in GLM-5 Next, openPangu and FoPE."""
 
 
 def has_run() -> bool:
@@ -245,6 +250,12 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
     ]
+
+
+def made_in_forward(model: nn.Module) -> str:
+    """Return "class.attribute" of a value made from weights and kept by vLLM's first forward, or ""."""
+    names = itertools.product(model.modules(), _MADE_IN_FORWARD)
+    return next((f"{type(module).__name__}.{name}" for module, name in names if name in vars(module)), "")
 
 
 def has_released(attention: Any) -> bool:

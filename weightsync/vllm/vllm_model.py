@@ -110,6 +110,11 @@ class VllmModel:
                 f"{type(self._model).__name__} derives state from its weights in a hook of its own, and the hook "
                 "cannot run twice; restart the engine from a checkpoint"
             )
+        if made := compat.made_in_forward(self.live):
+            raise UnsupportedError(
+                f"vLLM makes {made} from weights in its first forward, and would not make it again after a push; "
+                "restart the engine from a checkpoint"
+            )
 
     def pristine(self) -> nn.Module:
         if self._pristine is None:
