@@ -45,6 +45,7 @@ class SlowApp:
 
 CALLS = ["/update_weights", "/collective_rpc", "/prefix/sleep", "/v1/load_lora_adapter"]
 CALLS += ["/is_paused", "/weight_info", "/update_weight_version", "/pause"]
+CALLS += ["/reset_mm_cache", "/release_kv_cache_memory", "/start_profile", "/stop_profile"]
 
 
 @pytest.mark.parametrize("path", CALLS)

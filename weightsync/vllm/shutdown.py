@@ -16,7 +16,8 @@ from typing import Any
 from weightsync.net import timeouts
 
 _CALLS = re.compile(
-    r"/(collective_rpc|is_\w+|load_lora_adapter|pause|reset_\w+_cache|resume|sleep|wake_up|\w*weight\w*)"
+    r"/(collective_rpc|is_\w+|load_lora_adapter|pause|re(lease|set)_\w+_(cache|memory)|resume|sleep|(start|stop)_profile|"
+    r"wake_up|\w*weight\w*)"
 )
 """Routes that wait for a call of the engine's core. Those for generation are not among them: vLLM ends these."""
 _UNAVAILABLE = 503
