@@ -80,6 +80,11 @@ class LocalTensors:
     gather: Callable[[Sequence[str]], None] = lambda names: None
     model: Any = None
 
+    @property
+    def gpus(self) -> set[torch.device]:
+        """The GPUs of the tensors."""
+        return {each.tensor.device for each in self.at.values() if each.tensor.is_cuda}
+
 
 @dataclass(frozen=True)
 class Endpoint:

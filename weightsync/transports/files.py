@@ -158,7 +158,7 @@ class _ShardWriter:
         self._layout = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
         self._slot = torch.empty(slot_bytes(self._layout), dtype=torch.uint8)
         self.packer = Packer(plan, tensors, self._layout, {_SLOT: self._slot})
-        self._gpus = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
+        self._gpus = tensors.gpus
         self.pushes = self._created = 0
 
     def folder(self) -> Path:

@@ -45,7 +45,7 @@ class IpcTransport(base.Transport):
         if self._sender is not None:
             self._sender.close()
         self._sender = None
-        self._devices: set[torch.device] = set()
+        self._gpus: set[torch.device] = set()
         self._runs: list[ByteRange] = []
         self._proof = MemoryFingerprint([[]])
 
@@ -111,7 +111,7 @@ class IpcTransport(base.Transport):
         exports = {p.storage: each.tensor.untyped_storage() for p, each in tensors.at.items() if p.storage in numbers}
         self._find_runs(read, exports, rank)
         exports |= {number: slot.untyped_storage() for number, slot in sender.slots.items() if slot.is_cuda}
-        self._devices = {each.tensor.device for each in tensors.at.values() if each.tensor.is_cuda}
+        self._gpus = tensors.gpus
         here = {storage.data_ptr() for storage in exports.values()}
         self._handles = {key: row for key, row in self._handles.items() if key[1] in here}
         rows = []
@@ -143,9 +143,9 @@ class IpcTransport(base.Transport):
         return self._runs
 
     def prepare_push(self, sample: int | None) -> int:
-        for device in self._devices:
+        for gpu in self._gpus:
             # Readers are other processes: the optimizer's queued work, on any stream, must be done before they read.
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize(gpu)
         return 0 if sample is None else self._proof.of(sample)[0]
 
     def drop_workers(self, workers: Collection[int]) -> bool:

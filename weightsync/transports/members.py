@@ -65,9 +65,9 @@ class MemberTransport(Transport):
         return choose_chains(request.manifest, request.locations, request.reads, own_hosts)
 
     def prepare_push(self, sample: int | None) -> int:
-        if self._sender is not None and self._sender.device.type == "cuda":
+        for gpu in () if self._sender is None else self._sender.gpus:
             # Chunks are filled on the current stream. The optimizer's writes may be queued on another.
-            torch.cuda.synchronize(self._sender.device)
+            torch.cuda.synchronize(gpu)
         return 0
 
     def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:

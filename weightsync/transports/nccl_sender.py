@@ -54,6 +54,7 @@ class Sender:
         computes: whether any rank computes tensors.
         """
         self.device, self.layout, self.communicator = device, layout, communicator
+        self.gpus = tensors.gpus
         self._computes, self._sent_bytes = computes, 0
         self._plan, self._changing = plan, plan.due(first=False)
         self._slots = [torch.empty(slot_bytes(layout), dtype=torch.uint8, device=device) for _ in range(SLOTS)]

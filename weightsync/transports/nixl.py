@@ -2,7 +2,8 @@
 
 Each rank packs its part of a chunk into a registered slot, with digests. It tells the first worker of each chain how
 many chunks it has packed. The worker reads the rank's part into a registered slot of its own, and the rank's code takes
-no part in it. The next worker of the chain reads the chunk out of the first worker's slot. Counts pace the members:
+no part in it. Each further worker of the chain reads the chunk out of the slot of the worker before it. Counts pace the
+members:
 
     rank        fills 1      fills 2      fills 3                 fills 4, once 1 is read
     worker 0                 reads 1      reads 2, loads 1        reads 3, loads 2
@@ -135,6 +136,7 @@ class _RankSlots:
         self.layout = staging.send_layout(plan, rank, SLOTS)
         self._firsts = [ranks + chain.workers[0] for chain in plan.chains]
         self.behind = sorted({self._firsts[chain] for those in self.layout for chain in those})
+        self.gpus = tensors.gpus
         kinds = {each.tensor.device for each in tensors.at.values()}
         self.device = next((kind for kind in kinds if kind.type == "cpu"), min(kinds, key=str, default=group.device))
         nbytes = staging.slot_bytes(self.layout)
@@ -206,7 +208,7 @@ class NixlReceiver(MemberReceiver):
         rows = {rank: typed(row, NixlRow).firsts for rank, _, _, row in storages}
         if not {member for runs in told.runs for member, _, _ in runs}.issubset(told.before):
             raise ProtocolError(f"the plan reads from other members than {told.before}")
-        runs = [[_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
+        runs = [[_place_run(rows, number, *run) for run in those] for number, those in enumerate(told.runs)]
         self._slots, self._reader = [], None  # free the old slots first
         self._slots = [torch.empty(told.slot_bytes, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
         self._communicator.share(self._slots, told.before, told.behind, wait, deadline)
@@ -238,7 +240,7 @@ class _Run(NamedTuple):
     at: int
 
 
-def _run(rows: dict[int, list[int | None]], number: int, member: int, first: int, end: int) -> _Run:
+def _place_run(rows: dict[int, list[int | None]], number: int, member: int, first: int, end: int) -> _Run:
     """Return a run of chunk `number`. A rank's slot has its own layout, in `rows`, a worker's has the same one."""
     if member not in rows:
         return _Run(member, first, end, first)
@@ -283,7 +285,7 @@ class _Reader:
     def begin(self, numbers: Sequence[int]) -> None:
         """Begin to read these chunks, in this order."""
         self.join()  # the last push's thread may still be on its last line
-        self._running = submit("nixl", partial(self._run, [*numbers]))
+        self._running = submit("nixl", partial(self._read_all, [*numbers]))
 
     def late(self, number: int) -> list[str]:
         """Return the names of the late members of a chunk. Raise the error of its read."""
@@ -304,7 +306,7 @@ class _Reader:
         if self._running is not None:
             self._running.result()
 
-    def _run(self, numbers: Sequence[int]) -> None:
+    def _read_all(self, numbers: Sequence[int]) -> None:
         try:
             if self._slots[0].is_cuda:
                 torch.cuda.set_device(self._slots[0].device)
@@ -322,20 +324,21 @@ class _Reader:
 
     def _advance(self, ahead: deque[int], under_way: deque[_ChunkRead]) -> bool:
         """Begin the next chunk once its slot is free, and the offered reads. Return whether a chunk moved."""
-        late = self._in_use(ahead[0] % SLOTS, under_way) if ahead else ["no chunk"]
-        if moved := not late:
-            under_way.append(self._reading(ahead.popleft()))
+        busy = self._in_use(ahead[0] % SLOTS, under_way) if ahead else ["no chunk"]
+        if moved := not busy:
+            under_way.append(self._expect(ahead.popleft()))
         counts = staging.still_open(self._group.agent).counts()
+        waiting = busy
         for reading in [*under_way]:
-            waiting = self._unread(reading, counts)
-            if reading is under_way[0]:
-                late = waiting
-                if not waiting:
+            unread = self._read_offered(reading, counts)
+            if reading is under_way[0]:  # several may end in one call: behind an ended one, the next is the first
+                waiting = unread
+                if not unread:
                     moved, number = True, under_way.popleft().number
                     if self._runs[number]:
                         self._offers.add(number % SLOTS, self._behind)
                     self._read.add(number)
-        self._late = late
+        self._late = waiting
         return moved
 
     def _in_use(self, slot: int, under_way: Iterable[_ChunkRead]) -> list[str]:
@@ -344,11 +347,11 @@ class _Reader:
             return ["this worker"]
         return [*_unfinished(self._loads[slot], self._slots[slot].device), *self._offers.late(slot)]
 
-    def _reading(self, number: int) -> _ChunkRead:
+    def _expect(self, number: int) -> _ChunkRead:
         self._counts.update(run.member for run in self._runs[number])
         return _ChunkRead(number, {run: self._counts[run.member] for run in self._runs[number]}, {})
 
-    def _unread(self, reading: _ChunkRead, counts: Counter[str]) -> list[str]:
+    def _read_offered(self, reading: _ChunkRead, counts: Counter[str]) -> list[str]:
         """Begin to read the offered runs of a chunk. Return the names of members with runs yet to read."""
         agent, peers = staging.still_open(self._group.agent), self._group.peers
         for run, count in [*reading.waiting.items()]:
