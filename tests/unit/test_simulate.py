@@ -44,7 +44,7 @@ def test_predictions_lie_within_a_quarter_of_what_was_measured(name, transport, 
 
 
 def test_prediction_of_reads_lies_within_a_quarter_of_what_was_measured():
-    rows = json.loads((RESULTS / "2026-11-28-h200-nixl.json").read_text())
+    rows = json.loads((RESULTS / "2026-11-29-h200-nixl.json").read_text())
     for row in rows:
         predicted_s = prediction(row["nbytes"], row["case"]["transport"], ONE_TO_ANOTHER).seconds
         assert abs(predicted_s / row["seconds"]["back_to_back"]["total_s"]["median"] - 1) < 0.25
