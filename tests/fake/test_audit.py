@@ -17,7 +17,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.net.wire import POISONED
 from weightsync.worker import reload
 from weightsync.worker.module_groups import find_groups
-from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.probe_load_paths import probe_groups
 from weightsync.worker.reachable import Counterparts, addresses, diff_objects
 
 ROWS, COLUMNS = 6, 4
@@ -194,7 +194,7 @@ def test_what_cannot_be_filled_again_is_made_anew_on_a_cpu():
     for number, layer in enumerate(made.live.layers):
         assert layer.kernel.largest == new[f"layers.{number}.weight"].abs().max().item()
     groups = find_groups(made.live, made.pristine())
-    choose_load_paths(groups, made)
+    probe_groups(groups, made)
     assert all(group.opaque for group in groups)
 
 

@@ -36,7 +36,7 @@ from weightsync.worker.engine_model import WorkerIdentity
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD
 from weightsync.worker.loader import Receiver, await_stream
 from weightsync.worker.module_groups import find_groups
-from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.probe_load_paths import probe_groups
 from weightsync.worker.trace import Trace, trace_loader, uncovered
 
 ONE_ROW = WIDTH * 4
@@ -510,7 +510,7 @@ def attention_is_in_place(process: Callable[[nn.Module], None]) -> bool:
     host = ModuleHost(TinyEngineModel, checkpoint(1), process)
     before = [(name, list(vars(module))) for name, module in host.pristine().named_modules()]
     found = find_groups(host.live, host.pristine())
-    choose_load_paths(found, host)
+    probe_groups(found, host)
     assert all(param.is_meta for param in host.pristine().parameters())
     assert [(name, list(vars(module))) for name, module in host.pristine().named_modules()] == before
     in_place = {group.names[0]: group.in_place for group in found}
@@ -837,7 +837,7 @@ def test_a_worker_says_which_regions_it_reads():
 def test_a_kernel_object_is_reloaded_on_a_cpu():
     host = ModuleHost(TinyEngineModel, checkpoint(1), remove_and_keep_in_object)
     found = find_groups(host.live, host.pristine())
-    choose_load_paths(found, host)  # on a GPU it is refused: graphs have captured what the object holds
+    probe_groups(found, host)  # on a GPU it is refused: graphs have captured what the object holds
     assert not found[1].in_place
 
 

@@ -53,7 +53,7 @@ class UpdateState(Enum):
         DIRTY       has `Go`: its weights are a mixture   finish                     paused, `POISONED`
         FINISHING   has committed, gets the new version   finish, until it is asked  paused, `POISONED`
         COMMITTED   resumes                               empty                      serves the new version
-        FAILED      is rolled back                        of late calls
+        FAILED      is rolled back                        calls that end late        as in the state that failed
 
     `open` leads from CLOSED to OPEN, and `go` to DIRTY. The `Committed` of all workers leads to FINISHING, the new
     version of all engines to COMMITTED, and `resume` to CLOSED. `cancel` runs the log and leads from OPEN to CLOSED.
@@ -144,7 +144,7 @@ class EngineHandle:
     def find_silent(self, timeout_s: float) -> list[str]:
         """Return the names of workers that owe a `Pong` for `timeout_s`, although the engine may be healthy."""
         owing = [worker.connection for worker in self.workers if self.state is UpdateState.DIRTY]
-        return [connection.peer for connection in owing if connection.seconds_since_read > timeout_s]
+        return [connection.peer for connection in owing if connection.ping_unanswered_s > timeout_s]
 
     def check_health(self, timeout_s: float) -> None:
         """Raise when the engine fails its health checks, or a worker has owed a `Pong` for `timeout_s`."""

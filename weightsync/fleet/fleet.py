@@ -181,7 +181,7 @@ class Fleet:
         """Return each worker's load plan for these tensors. Equal plans are one object.
 
         keep: as for `TensorSelection`.
-        invitations: for each worker, its invitation to meet the others over `transport` meanwhile. None: no meeting.
+        invitations: for each worker, its invitation to meet the others over `transport` meanwhile. Empty: no meeting.
         """
         requests = [
             wire.PlanRequest(manifest.tensors, manifest.tied, tuple(keep), transport if each else "", each)

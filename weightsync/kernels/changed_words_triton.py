@@ -288,11 +288,11 @@ class FindLaunches:
         ends = [*accumulate(map(len, groups), initial=0)]
         of_group = np.append(firsts, counts.sum())[ends]  # the first tile of each group
         self._tiles = len(of_tile)
-        self._table = self._on_gpu(np.column_stack([addresses, nbytes // 2, firsts]))
+        self._table = torch.from_numpy(np.column_stack([addresses, nbytes // 2, firsts])).to(self._device)
         self._launches = []
         for kind in dict.fromkeys(kinds):
             own = np.array([each == kind for each in kinds])[of_tile].nonzero()[0]
-            jobs = self._on_gpu(np.column_stack([own, of_tile[own]]).astype(np.int32))
+            jobs = torch.from_numpy(np.column_stack([own, of_tile[own]]).astype(np.int32)).to(self._device)
             self._launches.append((jobs, np.searchsorted(own, of_group).tolist(), kind))
             _load_comparison(self._device, kind)
 
@@ -303,9 +303,6 @@ class FindLaunches:
                 begin, end = bounds[group : group + 2]  # the group's first job, and the one after its last
                 if begin < end:
                     _find[(end - begin,)](self._table, jobs, body, words, sums, begin, *rest, **_find_constants(kind))
-
-    def _on_gpu(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
 
 
 def _find_constants(kind: _Kind) -> dict[str, Any]:

@@ -105,9 +105,9 @@ class Launches:
                 ends = own.cumsum()
                 first += (ends - own) * (unit == place)
                 of_program = np.arange(len(runs), dtype=np.int32).repeat(own)
-                self._launches.append((n, self._on_gpu(of_program), np.append(0, ends)))
+                self._launches.append((n, torch.from_numpy(of_program).to(self._device), np.append(0, ends)))
                 _load(self._device, n)
-        self._table = self._on_gpu(np.stack([address, sizes, first], axis=1))
+        self._table = torch.from_numpy(np.stack([address, sizes, first], axis=1)).to(self._device)
 
     def run(self, runs: range, first: int, out: torch.Tensor) -> None:
         """Write the digest of each of these runs into `out`. The sample begins `first` bytes into each MiB."""
@@ -118,9 +118,6 @@ class Launches:
                 if begin < end:
                     arguments = self._table, of_program, out, begin, runs.start, first, int(self._is_sampled)
                     _sum[(end - begin,)](*arguments, **_constants(unit))
-
-    def _on_gpu(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
 
 
 @cache

@@ -1,8 +1,8 @@
 """Messages over TCP, with a deadline on every wait.
 
-Trainer rank 0 listens (`Listener`). Every engine worker and every other trainer rank connects to it (`dial`). The
-kernel closes the socket of a peer that dies, so every wait for this peer ends at once. The error of a timeout names the
-peers that have not answered.
+Trainer rank 0 listens (`Listener`). Engine workers and the other trainer ranks connect to it (`dial`). If no worker can
+dial it, rank 0 dials the workers. The kernel closes the socket of a peer that dies, so every wait for this peer
+ends at once. The error of a timeout names the peers that have not answered.
 This module knows nothing about the meaning of messages.
 """
 
@@ -43,8 +43,8 @@ _KEEPALIVE = {
 class Connection:
     """One connection to a peer. Frames are sent and received whole.
 
-    One thread, the owner, sends and receives messages. Other threads may call `ask`, `answer_pings`, `is_open` and
-    `reported`.
+    One thread, the owner, sends and receives messages. Other threads may call `ask`, `answer_pings`, `is_open`,
+    `has_failure` and `reported`.
     """
 
     def __init__(self, sock: socket.socket, peer: str, sent: FrameMac, received: FrameMac) -> None:
@@ -194,7 +194,7 @@ class Connection:
                         self._send(wire.Ping(), Deadline(timeouts.PONG_SENT_S), "idle")
 
     @property
-    def seconds_since_read(self) -> float:
+    def ping_unanswered_s(self) -> float:
         """Seconds since the unanswered `Ping` of `ask`, 0.0 when there is none."""
         return 0.0 if (asked_at := self._asked_at) is None else time.monotonic() - asked_at
 
@@ -256,7 +256,7 @@ class Connection:
         causes = [from_fields(message.error) for message in tuple(self._inbox) if isinstance(message, wire.Failure)]
         return next((cause for cause in causes if isinstance(cause, FencedError)), causes[0] if causes else self.broken)
 
-    def was_told(self) -> bool:
+    def has_failure(self) -> bool:
         """Return whether the inbox has a `Failure`."""
         return any(isinstance(message, wire.Failure) for message in tuple(self._inbox))
 

@@ -259,7 +259,7 @@ class Ranks:
         deadline = Deadline(timeouts.RANK_ANSWER_S)
         for connection in self.connections:
             connection.ask(lambda: True)
-        while (silent := [each.peer for each in self.connections if each.seconds_since_read]) and not deadline.passed():
+        while (silent := [each.peer for each in self.connections if each.ping_unanswered_s]) and not deadline.passed():
             time.sleep(timeouts.RANK_LOOK_S)
             for connection in self.connections:
                 connection.answer_pings()  # reads `Pong`s, too

@@ -1,4 +1,4 @@
-"""Copy every tensor into the engines: the strategy of `"ipc"`, `"broadcast"` and `CheckpointTransport(folder)`.
+"""Copy tensors into engines: the strategy of `"ipc"`, `"broadcast"`, `"nixl"` and `CheckpointTransport(folder)`.
 
 Ranks and workers negotiate the tensors, chunks and paths once. They negotiate again when the model's tensors have
 moved, or after a failure. A push runs that plan without a message for each chunk.
@@ -86,6 +86,7 @@ class CopyWeights(FleetStrategy):
         """
         super().__init__(options)
         self._rolling = options.rolling is True
+        self._is_stream = isinstance(options.source, StreamSource)
         if self._rolling and (another is None or options.pause == CALLER):
             one = 'pause="caller" has all paused' if options.pause == CALLER else "one transport or stream serves all"
             raise ConfigError(f"rolling=True updates one engine after the other, and {one}: leave rolling out")
@@ -99,7 +100,7 @@ class CopyWeights(FleetStrategy):
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
         if bucketer is None:
-            by_order = isinstance(options.source, MegatronSource | StreamSource)
+            by_order = self._is_stream or isinstance(options.source, MegatronSource)
             bucketer = "module" if transport.name in ("ipc", "cuda_ipc") and not by_order else "threshold"
         if isinstance(bucketer, str):
             bucketer = open_bucketer(bucketer, options.max_bytes)
@@ -121,7 +122,7 @@ class CopyWeights(FleetStrategy):
         return report
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
-        if isinstance(self._options.source, StreamSource):
+        if self._is_stream:
             raise ConfigError("a stream cannot be compared with the last push: push it to all engines")
         self._memory.catches_up = True
         report = self._push(update, model, True)
@@ -136,8 +137,7 @@ class CopyWeights(FleetStrategy):
         self._update, self._updated = update, []
         timeline = update.timeline
         # A stream runs the user's code. It may need the collector.
-        is_stream = isinstance(self._options.source, StreamSource)
-        with timeline.during("plan"), nullcontext() if is_stream else collector_paused():
+        with timeline.during("plan"), nullcontext() if self._is_stream else collector_paused():
             push = self._plan(update, model, late)
             if push.sessions:
                 # While the engines pause. Later, workers on the same GPU would wait.
@@ -304,9 +304,8 @@ class CopyWeights(FleetStrategy):
         if pairs := places_of_two(sessions):
             # Ranks that quantise compute scales together, and may be out of step after a refusal.
             self._is_touched |= self._options.quantize is not None
-            is_stream = isinstance(self._options.source, StreamSource)
-            refuse_different(update, self._source, model, reading.shards, pairs, is_stream)
-            if is_stream:
+            refuse_different(update, self._source, model, reading.shards, pairs, self._is_stream)
+            if self._is_stream:
                 self._source.read(model)  # begin the stream anew
         version = update.ranks.broadcast(self._choose_version(update, sessions, late), "plan")
         groups = [[each] for each in sessions] if self._rolling else [sessions] if sessions else []

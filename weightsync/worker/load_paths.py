@@ -36,7 +36,7 @@ from weightsync.worker.trace import named_tensors, paddings
 _Unit = TypeVar("_Unit", "ModuleGroup", "Weight")
 
 NO_CHUNK = -1
-"""The last chunk of a group without travelling tensors: the loader makes it of nothing, or of empty tensors."""
+"""Stands for the last chunk of a group without travelling tensors. Its loader makes the values itself."""
 
 
 class Weight(NamedTuple):
@@ -56,7 +56,7 @@ class Arrivals:
 
     locations: the place of each region, for each chunk.
     ops: the copies into each parameter, without parameters loaded by the engine's loader itself.
-    whole_ops: the copies to put each tensor for the engine's loader together.
+    whole_ops: the copies into whole tensors for the engine's own loader, by the tensor's name.
     fills: the constants set by the loader, by parameter.
     last_chunk: the chunk that completes each group, or each weight to quantise. `NO_CHUNK` for a group without needs.
         `agree_on_last_chunks` sets it.

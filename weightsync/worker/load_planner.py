@@ -24,7 +24,7 @@ from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.fused_checkpoint import find_checkpoint_recipes
 from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, find_groups, moved_views
 from weightsync.worker.placement import place
-from weightsync.worker.probe_load_paths import choose_load_paths
+from weightsync.worker.probe_load_paths import probe_groups
 from weightsync.worker.repeated_layers import trace_by_example
 from weightsync.worker.trace import Feed, Trace, named_tensors, run_loader, trace_loader, uncovered, writers
 
@@ -266,7 +266,7 @@ class LoadPlanner:
             return
         found = find_groups(self._model.live, pristine)
         self.outlived += [group.keep_alive for group in self._groups]
-        choose_load_paths(found, self._model)
+        probe_groups(found, self._model)
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()  # the scratch copies are as large as the largest parameters
         self._groups, self.kernels = found, Kernels(self._model, found)

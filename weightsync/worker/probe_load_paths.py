@@ -1,4 +1,4 @@
-"""The choice of each module group's load path, by experiment.
+"""The effects of post-processing on each module group, by experiment. The load planner chooses load paths by them.
 
 Post-processing runs over a scratch copy of the group with random weights. A group is loaded in place only if
 post-processing leaves it untouched, or only rearranges its elements. A group is quantised on the way only if a known
@@ -24,8 +24,8 @@ from weightsync.worker.reachable import children_of, diff_objects, same_layout
 from weightsync.worker.reload import ABSENT, Snapshot, attributes_of, install, materialise
 
 
-def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
-    """Choose each group's load path. Of equal groups, only one is tried.
+def probe_groups(groups: list[ModuleGroup], model: EngineModel) -> None:
+    """Note the effects of post-processing in each group. Of equal groups, only one is tried.
 
     Collective: all workers with parts of the same modules call this.
 
@@ -42,9 +42,9 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
         verdict = verdicts[signature]
         opaque = [*verdict.opaque, *_released(group, verdict)]
         group.changed, group.opaque = verdict.changed, bool(opaque)
-        group.in_place = verdict.left is not None and all(
+        group.in_place = verdict.layouts is not None and all(
             same_layout(mine._parameters.get(key), param)
-            for mine, own in zip(group.live, verdict.left, strict=True)
+            for mine, own in zip(group.live, verdict.layouts, strict=True)
             for key, param in own.items()
         )
         if group.in_place:
@@ -68,7 +68,7 @@ def choose_load_paths(groups: list[ModuleGroup], model: EngineModel) -> None:
 class _Verdict:
     """The effects of post-processing on a scratch copy.
 
-    left: each module's parameters, without memory, in the layouts that in-place loading needs. None: it is incorrect.
+    layouts: each module's parameters, without memory, in the layouts for in-place loading. None: it is incorrect.
     placements: the rearranged ones among them, of a single module.
     recipes: post-processing only quantised the weights of a single module, in these ways.
     changed: the attributes set by it, for each part.
@@ -76,7 +76,7 @@ class _Verdict:
     kept: the keys of each module's parameters with elements.
     """
 
-    left: Sequence[Mapping[str, torch.Tensor]] | None
+    layouts: Sequence[Mapping[str, torch.Tensor]] | None
     placements: Mapping[str, Placement]
     recipes: tuple[Recipe, ...]
     changed: list[list[str]]
@@ -118,7 +118,7 @@ def _try_post_process(group: ModuleGroup, model: EngineModel, refused: set[AnyFo
     if any(first.changed) or placements:
         is_bare, opaque, placements = _compare(first, _Attempt(group, model, other_seed=1_000_003), group, model)
     recipes: tuple[Recipe, ...] = ()
-    if is_bare and not opaque and not first.same and first.keeps_buffers and len(group.pristine) == 1:
+    if is_bare and not opaque and not first.is_untouched and first.keeps_buffers and len(group.pristine) == 1:
         recipes = find_recipes(first.loaded, first.processed, model.all_reduce_max, refused)
         # Weights of about 1e-6 fall below the lower bound that a kernel may set for scales. Weights of 0.0 need the
         # kernel's scale for a row of zeros. The generator keeps one attempt in memory at a time.
@@ -127,12 +127,12 @@ def _try_post_process(group: ModuleGroup, model: EngineModel, refused: set[AnyFo
             if not all(holds(each, attempt.loaded, attempt.processed, model.all_reduce_max) for each in recipes):
                 recipes = ()
             del attempt  # before the next one takes its memory
-    left: Sequence[Mapping[str, torch.Tensor]] | None = None
-    if is_bare and not opaque and first.same:
-        left = [dict(parameters_of(module)) for module in group.pristine]
+    layouts: Sequence[Mapping[str, torch.Tensor]] | None = None
+    if is_bare and not opaque and first.is_untouched:
+        layouts = [dict(parameters_of(module)) for module in group.pristine]
     elif is_bare and not opaque and placements:
-        left = [_laid_out(first.processed)]
-    return _Verdict(left, placements if left else {}, recipes, first.changed, opaque, first.kept)
+        layouts = [_laid_out(first.processed)]
+    return _Verdict(layouts, placements if layouts else {}, recipes, first.changed, opaque, first.kept)
 
 
 def _compare(
@@ -147,7 +147,7 @@ def _compare(
     """
     own = {id(part) for module in group.pristine for part in model.parts(module)}
     made = diff_objects(first.made, second.made, "", own)
-    opaque = diff_objects(first.left, second.left, "", own).differ + made.closed
+    opaque = diff_objects(first.changed_values, second.changed_values, "", own).differ + made.closed
     opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
     others = [(a, b) for _, a, b in made.tensors if a.untyped_storage().data_ptr() not in first.known]
     is_bare = all(same_contents(a, b) for a, b in others)
@@ -158,10 +158,10 @@ class _Attempt:
     """One run of post-processing over a scratch copy of a group, with random weights.
 
     size: the factor of the weights, which are normal with a standard deviation of 1.
-    same: the parameters have their layout and contents, and the buffers are the same objects.
+    is_untouched: the parameters have their layout and contents, and the buffers are the same objects.
     keeps_buffers: the buffers are the same objects.
     placements: the arrangement of each parameter of a single module, if post-processing only rearranges them.
-    changed: the attributes set by it, for each part. `left` has their values.
+    changed: the attributes set by it, for each part. `changed_values` has their values.
     made: the attributes among them with an object made in it.
     known: the addresses of the parameters' storages after it.
     kept: the keys of each module's parameters with elements after it.
@@ -188,7 +188,7 @@ class _Attempt:
                 [key for key in {**old, **new} if old.get(key, ABSENT) is not new.get(key, ABSENT)]
                 for old, new in zip(before, after, strict=True)
             ]
-            self.left = [
+            self.changed_values = [
                 {key: new[key] for key in keys if key in new} for keys, new in zip(self.changed, after, strict=True)
             ]
             # vLLM may register a new parameter over the same memory, and may also copy.
@@ -198,16 +198,16 @@ class _Attempt:
             own = {id(part) for part in holders}
             self.made = {
                 key: value
-                for left in self.left
-                for key, value in left.items()
+                for values in self.changed_values
+                for key, value in values.items()
                 if not _is_weightless(value, self.known, own)
             }
             self.keeps_buffers = all(
                 module._buffers.keys() == those.keys() and all(module._buffers[key] is those[key] for key in those)
                 for module, those in zip(group.pristine, buffers, strict=True)
             )
-            self.same = self.keeps_buffers and all(map(_are_as_loaded, processed, loaded))
-            is_rearranged = self.keeps_buffers and not self.same and len(loaded) == 1
+            self.is_untouched = self.keeps_buffers and all(map(_are_as_loaded, processed, loaded))
+            is_rearranged = self.keeps_buffers and not self.is_untouched and len(loaded) == 1
             self.placements = _find_placements(processed[0], loaded[0]) if is_rearranged else {}
             self.loaded = loaded[0]
             self.processed = {key: param.detach() for key, param in processed[0].items()}

@@ -57,7 +57,7 @@ class WorkerSession:
         self._serving = False
         self._fence = os.environ.get(VARIABLE, "")
         self._place = model.identity
-        """The worker's place in the whole engine, as the last trainer told its number of cores."""
+        """The worker's place in the whole engine. The last trainer's `InitInfo` tells the number of cores."""
         self._mapped_by: set[str] = set()
         """The processes with write access to the parameters."""
         self.has_refused = False
@@ -201,7 +201,7 @@ class WorkerSession:
     def _fence_off(self) -> None:
         """Take the engine from its trainer, if there is one."""
         if self._connection is not None:
-            # A trainer whose answer was changed on the way has answered.
+            # An invalid frame may have been the trainer's answer to the ping. Tell it of the frame then.
             self._tell(self._connection, self._connection.broken or errors.FencedError(TAKEN_OVER), "")
         self.close()
 
@@ -278,7 +278,7 @@ class WorkerSession:
                 if isinstance(message, wire.Commit):
                     return
         except BaseException as error:
-            failed_elsewhere = connection.was_told()
+            failed_elsewhere = connection.has_failure()
             # vLLM's handler of SIGTERM and SIGINT raises `SystemExit` in a worker.
             ended = errors.EngineUnreachableError("the engine was asked to end")
             problem = tell(error if isinstance(error, Exception) else ended)
@@ -366,7 +366,7 @@ class WorkerSession:
                     if over.is_set():
                         return
                     connection.answer_pings()
-                    if failed is None and (connection.was_told() or not connection.is_open()):
+                    if failed is None and (connection.has_failure() or not connection.is_open()):
                         failed = self._deadline()
                     if failed is not None and failed.passed() and self._model.all_reduce_max is not None:
                         cause = connection.reported() or "the trainer has gone"
