@@ -89,7 +89,7 @@ class WeightSync:
             `SingleCopyTransport(...)`, makes the model's parameters views of the engine's memory: see `attach` and
             `writing`. A `Transport`, or its name in the entry point group "weightsync.transports", works too.
         engine: An `LLM`, an `AsyncLLM`, a Ray actor handle of either, an "http://..." address, a
-            `weightsync.engines.server.VllmServer`, a `weightsync.engines.Engine`, or a list of engines. Or a callable
+            `weightsync.engines.VllmServer`, a `weightsync.engines.Engine`, or a list of engines. Or a callable
             that returns engines, or the `Path` of a file with one address a line. Rank 0 calls or reads it anew before
             each push. None: $WEIGHTSYNC_ENGINE, or else http://localhost:8000. Rank 0 gives the engines that every
             process can reach. Other ranks give the same or None. Each rank gives its own process's, such as an `LLM`.
@@ -215,10 +215,10 @@ class WeightSync:
             WeightSyncError: The same on every rank. docs/operate/failures.md lists the state of the engines after each.
         """
         refused = ""
-        if label is not None and (str(label).startswith(POISONED) or not self._strategy.takes_labels):
-            refused = (
-                f"label={label!r}; it must not begin with {POISONED}, and has no effect with adapters and restarts"
-            )
+        if label is not None and not self._strategy.takes_labels:
+            refused = f"label={label!r}; it has no effect with adapters and restarts: leave it out"
+        elif label is not None and str(label).startswith(POISONED):
+            refused = f"label={label!r}; it must not begin with {POISONED}"
         text = None if label is None else str(label)
         while True:
             try:
@@ -277,7 +277,8 @@ class WeightSync:
             The report of these engines alone, or None if every engine has the version.
 
         Raises:
-            ConfigError: The model has changed. Nothing was written.
+            ConfigError: The model has changed, or an engine without the version has had an equal or a newer one.
+                Nothing was written.
             WeightSyncError: As `push` does.
         """
         with self._collective("catch_up") as update:

@@ -64,7 +64,7 @@ class CheckpointTransport:
         keep_last: The number of newest versions to keep.
         max_shard_bytes: The most bytes of tensors in a file. A larger tensor (with `restart`: bucket) has its own file.
         restart: Whether a push restarts the engine from the saved version. A restart serves models and quantisations
-            that a push refuses. The engine must be a `weightsync.engines.server.VllmServer`. Files have the trainer's
+            that a push refuses. The engine must be a `weightsync.engines.VllmServer`. Files have the trainer's
             dtypes, unless the selection has others.
         config: An object with `save_pretrained`, for the files beside the weights. None: the config of a transformers
             model (with `quantize`: no config).
@@ -164,7 +164,7 @@ class SaveAndRestart(UpdateStrategy):
         server = self._options.engines.given
         if not isinstance(server, VllmServer):
             raise ConfigError(
-                "restart=True ends and starts the engine: expected a weightsync.engines.server.VllmServer of this "
+                "restart=True ends and starts the engine: expected a weightsync.engines.VllmServer of this "
                 f"process, got a {type(server).__name__}"
             )
         check_stores(server.options)

@@ -39,7 +39,7 @@ _HELD = _QUEUED + 1
 _ROOM = 4
 """The bytes of a part for each byte of room for its changes. Each changed word takes three."""
 _FIRST_REST, _LONGEST_REST = 2, 64
-"""Numbers of pushes."""
+"""Numbers of whole pushes after changes without a gain: at first, and at most. The number doubles each time."""
 
 
 def parts_of(chunks: Sequence[int]) -> list[Sequence[int]]:
@@ -228,7 +228,7 @@ class Bases:
     def compare(self, first: int, sample: int | None) -> None:
         """Begin to compare part number `first` and some after it. Those with chunks in slots are left to `find`.
 
-        The changes of all parts before the one before `first` have been sent.
+        Call it once the changes of part `first - 2` and of all before have been sent: their rooms are used again.
         """
         for number, part in enumerate(self.parts[first : first + _QUEUED], first):
             if number not in self._counting and self._packed.isdisjoint(part.chunks):
@@ -237,7 +237,7 @@ class Bases:
     def find(self, number: int, sample: int | None) -> list[Found]:
         """Find the changes of a part along each chain, and make the bases equal. Waits for the comparison.
 
-        The changes of all parts before the one before it have been sent.
+        Call it once the changes of part `number - 2` and of all before have been sent: their rooms are used again.
         """
         part = self.parts[number]
         if self._packed.isdisjoint(part.chunks):
