@@ -47,7 +47,7 @@ class LlmEngine(VllmEngine):
         if self._setup["in_step"]:
             super().pause(mode)
         else:
-            self._reset_prefix_cache(connector=False)
+            self._reset_prefix_cache()
         if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
             left = list(self._engine.llm_engine.output_processor.request_states)
             self._run("abort", lambda: self._engine.llm_engine.abort_request(left, True))
