@@ -38,16 +38,13 @@ class LlmEngine(VllmEngine):
         return SpmdPart(parallel.rank // parallel.world_size, parallel.world_size)
 
     def pause(self, mode: str) -> None:
-        """Reset the prefix cache. Abort all requests if a worker has refused to run them: a core here would hang.
+        """Abort all requests if a worker has refused to run them: a core in this process would wait for them forever.
 
         An `LLM` needs no pause: its thread does not generate during a push. Under data parallelism its core may step
-        with the cores of other processes. Its cache stays empty meanwhile, so a trainer that dies between the commit
-        and the reset of all caches leaves no values of older weights.
+        with the cores of other processes.
         """
         if self._setup["in_step"]:
             super().pause(mode)
-        else:
-            self._reset_prefix_cache()
         if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
             left = list(self._engine.llm_engine.output_processor.request_states)
             self._run("abort", lambda: self._engine.llm_engine.abort_request(left, True))

@@ -175,6 +175,14 @@ class RankEngine(CalledEngine):
         self.name, self.host, self.part = about.name, about.host, about.part
         self._calls, self._number, self._timeout_s = calls, number, timeout_s
 
+    def pause(self, mode: str) -> None:
+        """Pause the engine, and reset its caches.
+
+        An `LLM` is not paused, and rank 0 may die between the commit and the reset of caches. The `LLM` then has none.
+        """
+        super().pause(mode)
+        self.reset_caches()
+
     def is_alive(self) -> bool:
         try:
             return self._call("is_alive", timeout_s=min(self._timeout_s, timeouts.HEALTH_TIMEOUT_S)) is True
