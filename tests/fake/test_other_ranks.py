@@ -41,7 +41,8 @@ def push_into_each(rank: int, transport: str) -> None:
             assert serves(engine, seed)
             assert engine.version() == str(report.version)
         assert {"pause keep", "reset caches", "resume", "finish 2"} <= set(engine.calls)
-        assert engine.calls.count("reset caches") == (4 if rank else 2), "another rank's engine is emptied before, too"
+        # Another rank's engine is emptied at each pause, too.
+        assert engine.calls.count("reset caches") == 2 + (engine.calls.count("pause keep") if rank else 0)
         dist.barrier()  # none closes while another looks
     engine.close()
 
