@@ -68,9 +68,10 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "experts": lambda: experts(target_modules="all-linear"),
     "experts of Mixtral": lambda: experts("mixtral", target_modules="all-linear"),
     "experts of GPT-OSS": lambda: experts("gpt-oss", target_parameters=["gate_up_proj", "down_proj"]),
+    "parts of one tensor": lambda: wrapped("linear", model="hrm-text", target_modules="all-linear"),
     "one tensor of experts": lambda: experts(target_parameters=["experts.gate_up_proj"]),
 }
-SHARDED = ["DoRA", "bias", "convolutions", "tokens", "tied embedding and head", "experts"]
+SHARDED = ["DoRA", "bias", "convolutions", "tokens", "tied embedding and head", "experts", "parts of one tensor"]
 
 
 def two_adapters(**more: Any) -> nn.Module:

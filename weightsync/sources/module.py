@@ -64,7 +64,7 @@ class ModuleSource(LocalSource):
 
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
-        self._edited: dict[str, LocalParam] = {}  # by name in the checkpoint
+        self._edited: dict[SavedParts, LocalParam] = {}  # several of them may be parts of one checkpoint tensor
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the last `gather`'s whole tensors, by this rank's part
         self._computed: dict[tuple[Hashable, Box], torch.Tensor] = {}  # parts of which the push needs more
         self._mergeable: set[Hashable] = set()  # the known forms of PEFT's layers
@@ -110,7 +110,7 @@ class ModuleSource(LocalSource):
 
     def _read(self, model: Model, on_meta: bool = False) -> Reading:
         tensors, tied = self._as_saved(one_module(model), on_meta)
-        self._edited = {meta.name: held for held, saved in tensors if held.edits for meta in saved.metas}
+        self._edited = {saved: held for held, saved in tensors if held.edits}
         trained = {meta.name for held, saved in tensors if held.trains for meta in saved.metas}
         shards = []
         for held, saved in tensors:
@@ -131,11 +131,12 @@ class ModuleSource(LocalSource):
         self._edited, self._whole, self._computed = {}, {}, {}
 
     def _settings(self) -> list[Any]:
-        return [(name, [edit.settings() for edit in held.edits]) for name, held in self._edited.items()]
+        return [[edit.settings() for edit in held.edits] for held in self._edited.values()]
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         self._whole = {}  # free the tensors of the last names first
-        due = [self._edited[name] for name in names if name in self._edited]
+        wanted = {*names}
+        due = [held for saved, held in self._edited.items() if any(meta.name in wanted for meta in saved.metas)]
         identities = {held.identity for held in due}
         self._computed = {key: values for key, values in self._computed.items() if key[0] in identities}
         inputs = dict.fromkeys(each for held in due for edit in held.edits for each in edit.inputs())
@@ -147,7 +148,7 @@ class ModuleSource(LocalSource):
 
         If the push needs more of it, the part is kept until `gather` begins with other tensors.
         """
-        held = self._edited[saved.metas[0].name]
+        held = self._edited[saved]
         box, values = held.parts[number]
         computed = self._computed.get((held.identity, box))
         if computed is None:
