@@ -149,9 +149,17 @@ def balance_experts(engines: Engines, is_balanced: bool) -> None:
     worker.vllm_config.parallel_config.enable_eplb = is_balanced
 
 
-def keep_what_a_forward_makes(engines: Engines) -> None:
-    """Let a layer look like one of GLM-5 Next, which vLLM runs on GPUs alone."""
-    vars(engines.live_model().model.layers[0].self_attn)["_merged_conv_weight"] = None
+def keep_what_a_forward_makes(engines: Engines, attribute: str, value: object) -> None:
+    """Let a layer look like one of GLM-5 Next, which vLLM runs on GPUs alone, and the like."""
+    state = vars(engines.live_model().model.layers[0].self_attn)
+    for name in ("_merged_conv_weight", "_fse_fuse_gate"):
+        state.pop(name, None)
+    state[attribute] = value
+
+
+def load_from(engines: Engines, load_format: str) -> None:
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    worker.vllm_config.load_config.load_format = load_format
 
 
 def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
@@ -162,10 +170,17 @@ def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
     with pytest.raises(UnsupportedError, match="vLLM's loader fills the first slots"):
         trainers.call(push, "B")
     engines.call(balance_experts, False)
-    engines.call(keep_what_a_forward_makes)
-    with pytest.raises(UnsupportedError, match=r"vLLM makes \w+\._merged_conv_weight from weights in its first"):
+    engines.call(load_from, "ipc_cache")
+    with pytest.raises(UnsupportedError, match="the parameters are another process's memory"):
         trainers.call(push, "B")
+    engines.call(load_from, "auto")
+    for attribute, value in (("_merged_conv_weight", None), ("_fse_fuse_gate", True)):
+        engines.call(keep_what_a_forward_makes, attribute, value)
+        with pytest.raises(UnsupportedError, match=rf"vLLM makes \w+\.{attribute} from weights in its first"):
+            trainers.call(push, "B")
     assert engines.call(Engines.refusal) == ""
+    engines.call(keep_what_a_forward_makes, "_fse_fuse_gate", False)
+    trainers.call(push, "B")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -315,6 +315,7 @@ TIERED = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
             True,
         ),
         (["--ec-transfer-config", '{"ec_connector": "ECExampleConnector"}'], True),
+        (["--load-format", "ipc_cache"], True),
         (["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'], False),
         (["--kv-transfer-config.kv-connector=NixlConnector"], False),
         (["--max-model-len", "64"], False),
@@ -324,7 +325,7 @@ def test_keys_and_values_that_outlive_a_server_are_refused(options: list[str], i
     if is_refused:
         transport = CheckpointTransport(tmp_path / "versions", restart=True)
         server = VllmServer(tmp_path / "nothing", *options, log=tmp_path / "log")
-        with pytest.raises(UnsupportedError, match="--kv-transfer-config or --ec-transfer-config"):
+        with pytest.raises(UnsupportedError, match=r"--kv-transfer-config or --ec-transfer-config|ipc_cache"):
             WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
         assert not (tmp_path / "versions").exists()
     else:

@@ -36,6 +36,7 @@ class ModuleHost:
         self.dtype = torch.float32
         self.all_reduce_max = None
         self.sharing = 1
+        self.may_discard = False
         self.unreachable_params: list[str] = []
         self.post_process = post_process
         self.refreshed = 0

@@ -523,6 +523,29 @@ def test_what_post_processing_changes_is_reloaded(process: Callable[[nn.Module],
     assert not attention_is_in_place(process)
 
 
+def make_strides(module: nn.Module) -> None:
+    """A kernel's constants, which lie in the memory of the weights."""
+    if isinstance(module, Attention):
+        module.strides = torch.tensor([6.0, 1.0])
+
+
+def test_what_sleep_discards_is_made_anew():
+    a, b = checkpoint(1), checkpoint(2)
+    assert attention_is_in_place(make_strides)
+    host = ModuleHost(TinyEngineModel, a, make_strides)
+    host.may_discard = True
+    trainer = MemoryTrainer(host, tensors=b)
+    trainer.push()
+    strides = [module.strides for module in host.live.modules() if isinstance(module, Attention)]
+    places = [each.data_ptr() for each in strides]
+    for each in strides:
+        each.zero_()  # the engine has slept
+    trainer.push()
+    assert all(each.tolist() == [6.0, 1.0] for each in strides)
+    assert [each.data_ptr() for each in strides] == places
+    assert_same(host.live, cold(b, make_strides))
+
+
 UNTOUCHED = [lambda module: None, name_it, register_again, register_a_copy]
 
 

@@ -174,6 +174,11 @@ class SaveAndRestart(UpdateStrategy):
 def check_stores(options: Sequence[str]) -> None:
     """Raise `UnsupportedError` for a server with connectors that may keep one version's KV cache for the next."""
     words = [word for option in options for word in option.split("=", 1)]
+    if "ipc_cache" in words:
+        raise UnsupportedError(
+            "the server is started with --load-format ipc_cache, and could start from the weights of an earlier "
+            "version: leave the option out"
+        )
     if not any(word.replace("_", "-").startswith(_STORES) for word in words):
         return
     found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +29,8 @@ HAVE_RUN = (0, 20), (0, 32)
 
 _MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache"
 """Attributes of modules for values that vLLM's first forward makes from weights: in GLM-5 Next, openPangu and FoPE."""
+_MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale"
+"""Attributes that are True if forwards make such values: of a shared expert's gate on AMD, of an encoder in fp8."""
 
 
 def has_run() -> bool:
@@ -254,8 +255,12 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
 
 def made_in_forward(model: nn.Module) -> str:
     """Return "class.attribute" of a value made from weights and kept by vLLM's first forward, or ""."""
-    names = itertools.product(model.modules(), _MADE_IN_FORWARD)
-    return next((f"{type(module).__name__}.{name}" for module, name in names if name in vars(module)), "")
+    for module in model.modules():
+        own = vars(module)
+        names = [*(name for name in _MADE_IN_FORWARD if name in own), *(name for name in _MAKERS if own.get(name))]
+        if names:
+            return f"{type(module).__name__}.{names[0]}"
+    return ""
 
 
 def has_released(attention: Any) -> bool:
@@ -302,6 +307,13 @@ def offloads_weights(vllm_config: VllmConfig) -> bool:
     """Return whether the engine reads weights from the host, or copies them from there in each forward."""
     offload = vllm_config.offload_config
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+
+
+def loads_from_another_process(vllm_config: VllmConfig) -> bool:
+    """Return whether the engine maps its parameters from the daemon of vLLM's weight cache."""
+    load = vllm_config.load_config
+    is_cache = str(getattr(load.load_format, "value", load.load_format)) == "ipc_cache"
+    return is_cache and (load.model_loader_extra_config or {}).get("mode") != "copy"
 
 
 def can_sleep(vllm_config: VllmConfig) -> bool:

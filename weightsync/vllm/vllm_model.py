@@ -48,6 +48,7 @@ class VllmModel:
         self.dtype = vllm_config.model_config.dtype
         self.sharing = get_tp_group().world_size
         self.all_reduce_max: AllReduceMax | None = _largest_of_all if self.sharing > 1 else None
+        self.may_discard = compat.can_sleep(vllm_config)
         self._config = vllm_config
         self._model = model
         self._models = [model] if drafter is None else [model, drafter]
@@ -101,6 +102,11 @@ class VllmModel:
         if compat.offloads_weights(config):
             raise UnsupportedError(
                 "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and offload_group_size"
+            )
+        if compat.loads_from_another_process(config):
+            raise UnsupportedError(
+                'with load_format="ipc_cache" the parameters are another process\'s memory, and later engines would '
+                "start from pushed weights: start the engine with another load_format"
             )
         check_resets(config)
         self._handed_over.watch(config.kv_transfer_config)

@@ -65,6 +65,8 @@ class EngineModel(Protocol):
     """A reduction among the workers with parts of the same modules. None if this is the only worker."""
     sharing: int
     """The number of these workers."""
+    may_discard: bool
+    """Whether sleep may discard the memory of parameters, and of tensors made in post-processing."""
     unreachable_params: Sequence[str]
     """The parameters out of reach of any push, such as a drafter's if `pristine()` lacks the drafter."""
 

@@ -142,15 +142,15 @@ def _compare(
 
     Objects made in them must differ in their tensors alone, and hold no table of addresses.
 
-    Returns whether the made objects hold nothing of the weights but the parameters themselves, the opaque objects, and
-    the placements of both.
+    Returns whether the made objects need no reload, the opaque objects, and the placements of both. The objects need
+    none if they hold nothing of the weights but the parameters themselves, and nothing that sleep may discard.
     """
     own = {id(part) for module in group.pristine for part in model.parts(module)}
     made = diff_objects(first.made, second.made, "", own)
     opaque = diff_objects(first.changed_values, second.changed_values, "", own).differ + made.closed
     opaque += [path for path, a, b in made.tensors if a.dtype == torch.int64 and not torch.equal(a, b)]
     others = [(a, b) for _, a, b in made.tensors if a.untyped_storage().data_ptr() not in first.known]
-    is_bare = all(same_contents(a, b) for a, b in others)
+    is_bare = not (others and model.may_discard) and all(same_contents(a, b) for a, b in others)
     return is_bare, opaque, first.placements if first.placements == second.placements else {}
 
 
