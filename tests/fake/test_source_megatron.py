@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,8 +262,12 @@ def trained(_: object, folder: Path) -> None:
             use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
         )
         wrapped = DistributedDataParallel(chunk.config, options, Float16Module(chunk.config, chunk))
+    for wrapper in (wrapped, wrapped.module, chunk):
+        with pytest.raises(UnsupportedError, match="disable_forward_pre_hook"):
+            source().read(wrapper)
+    bridge = open_source(MegatronBackend(SimpleNamespace(export_weights=iter)), TensorSelection())
     with pytest.raises(UnsupportedError, match="disable_forward_pre_hook"):
-        source().read(wrapped)
+        bridge.read([chunk])
     wrapped.disable_forward_pre_hook(param_sync=False)
     check_source(MegatronSource, wrapped, state)
     wrapped.enable_forward_pre_hook()

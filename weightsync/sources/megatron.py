@@ -156,16 +156,25 @@ def _chunks(model: Model) -> list[nn.Module]:
     return chunks
 
 
+def refuse_overlap(model: nn.Module) -> None:
+    """Raise `UnsupportedError` if the model's parameters may be gathered in the next forward, and are stale until then.
+
+    Megatron's wrapper puts its hooks on the modules inside of it.
+    """
+    hooks = (hook for module in modules(model) for hook in module._forward_pre_hooks.values())
+    if any("DistributedDataParallel._make_forward_pre_hook" in getattr(hook, "__qualname__", "") for hook in hooks):
+        raise UnsupportedError(
+            "with overlap_param_gather=True the parameters of other ranks' shards are stale until the next forward. "
+            "Call the wrapper's `disable_forward_pre_hook()` before `push`, to gather them, and "
+            "`enable_forward_pre_hook()` after it"
+        )
+
+
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the `GPTModel` inside `Float16Module` and Megatron's `DistributedDataParallel`."""
+    refuse_overlap(model)
     module = model
     while not hasattr(module, "decoder"):
-        if getattr(module, "remove_forward_pre_hook_handles", None):
-            raise UnsupportedError(
-                "with overlap_param_gather=True the parameters of other ranks' shards are stale until the next "
-                "forward. Call the wrapper's `disable_forward_pre_hook()` before `push`, to gather them, and "
-                "`enable_forward_pre_hook()` after it"
-            )
         inner = module._modules.get("module")
         if inner is None:
             break

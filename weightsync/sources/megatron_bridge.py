@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from weightsync.errors import ConfigError
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, Reading
+from weightsync.sources.megatron import refuse_overlap
 from weightsync.sources.stream import StreamSource
 
 
@@ -51,6 +54,9 @@ class BridgeSource(StreamSource):
     def _export_of(self, model: Model) -> Callable[[], Any]:
         """Return a function that starts an export. Forget the names and shapes of another model."""
         chunks = list(model) if isinstance(model, Sequence) else [model]
+        for chunk in chunks:
+            if isinstance(chunk, nn.Module):
+                refuse_overlap(chunk)
         if [id(chunk) for chunk in chunks] != [id(chunk) for chunk in self._chunks]:
             self.close()
             self._chunks = chunks
