@@ -137,6 +137,14 @@ def test_sharded_tensors_that_a_checkpoint_has_in_one(tmp_path: Path):
     run_ranks(sharded_stacks, 2, str(tmp_path))
 
 
+def test_config_of_weights_in_4_bits_says_what_is_saved():
+    model = tiny_models.build("qwen3", "A")
+    model.config.quantization_config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    config, *_ = with_configs(model, None, None, None)
+    assert "quantization_config" not in config.to_dict()
+    assert model.config.quantization_config.load_in_4bit
+
+
 def sharded_experts(rank: int, folder: str) -> None:
     """Two ranks: on the experts' own dimension, replicated, on the one along which gate and up lie, and flattened."""
     expected = load_file(Path(folder) / "model.safetensors")

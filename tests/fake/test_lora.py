@@ -17,6 +17,7 @@ import tiny_models
 import torch
 import zero
 from fake_engine import FakeEngine, ModuleHost
+from peft.tuners.xlora import XLoraModel
 from ranks import assert_in_step, no_barrier, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -253,8 +254,22 @@ def partitioned_and_persistent() -> nn.Module:
     return model
 
 
+def replicated() -> nn.Module:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[[0, 2], [0, 2]])
+    return peft.get_peft_model(tiny_models.build("qwen3", "A"), config)
+
+
+def gated() -> nn.Module:
+    """X-LoRA's own model. It would load its experts from checkpoints."""
+    model: Any = wrapped("linear")
+    model.base_model.__class__ = type("Gated", (XLoraModel,), {})
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "prompt": (with_a_prompt, "PROMPT_TUNING adapter of PEFT's, which no merge"),
+    "replicated layers": (replicated, "train without layer_replication"),
+    "X-LoRA": (gated, "X-LoRA, whose classifier"),
     "half merged": (half_merged, r"call `unmerge_adapter\(\)`"),
     "disabled while merged": (disabled_while_merged, r"call `unmerge_adapter\(\)`"),
     "partitioned": (partitioned, "FSDP1 is not covered"),

@@ -73,6 +73,8 @@ def with_configs(model: Model, config: Any, generation_config: Any, tokenizer: A
         if config is None and hasattr(getattr(own, "config", None), "save_pretrained"):
             config = copy.deepcopy(own.config)
             config.architectures = [own_class(own).__name__]
+            if "bitsandbytes" in str(getattr(config, "quantization_config", "")).lower():
+                del config.quantization_config  # such weights are saved dequantised
         if generation_config is None and hasattr(getattr(own, "generation_config", None), "save_pretrained"):
             generation_config = own.generation_config
     return [config, generation_config, tokenizer]

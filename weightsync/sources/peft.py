@@ -59,6 +59,7 @@ def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
     from peft import PeftModel
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.tuners.xlora import XLoraModel
     from peft.utils.other import TrainableTokensWrapper
 
     found: list[Adapter] = []
@@ -66,12 +67,23 @@ def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
         if isinstance(shell, PeftModel) and not isinstance(shell.base_model, BaseTuner):
             kind = shell.active_peft_config.peft_type.value
             raise UnsupportedError(f"the model has a {kind} adapter of PEFT's, which no merge turns into weights")
+        if isinstance(shell, XLoraModel):
+            raise UnsupportedError("the model has PEFT's X-LoRA, whose classifier no merge turns into weights")
+        if isinstance(shell, PeftModel) and any(map(_replicates, shell.peft_config.values())):
+            raise UnsupportedError(
+                "PEFT's layer_replication gives several layers one weight and adapters of their own. A merge would add "
+                "all of these to it: train without layer_replication"
+            )
         layer: Any = shell.token_adapter if isinstance(shell, TrainableTokensWrapper) else shell
         if isinstance(layer, TrainableTokensLayer):
             found.append(TokenRows(layer, "weight"))
         elif isinstance(layer, BaseTunerLayer):
             found += _changes(layer)
     return found
+
+
+def _replicates(config: Any) -> bool:
+    return getattr(config, "layer_replication", None) is not None
 
 
 def _changes(layer: Any) -> list[Adapter]:
