@@ -78,7 +78,7 @@ class GroupSync:
             self._trainer.call_all("name_engines", self._id, engines)
             self._told = engines
         report: PushReport = self._trainer.call_all("push", self._id, version)[0]
-        self._engines.was_pushed(report.version, report.left_out)
+        self._engines.was_pushed(report.version, engines, report.left_out)
         self._engines.wake_up([KV_CACHE])
         return report
 

@@ -274,11 +274,11 @@ class RolloutGroup:
                 raise
             self._join([one])
 
-    def was_pushed(self, version: int, left_out: Collection[str]) -> None:
-        """Note that all engines serve a new version, without the engines left out by the push."""
+    def was_pushed(self, version: int, engines: Collection[str], left_out: Collection[str]) -> None:
+        """Note that these engines serve a new version, without the engines left out by the push."""
         self.version = version
         self.pushes += 1
-        for one in [one for one in self._engines if one.state is not EngineState.STARTING]:
+        for one in [one for one in self._engines if one.name in engines]:
             if one.name not in left_out:
                 one.state = EngineState.SERVING
             elif one.state is not EngineState.LOST:

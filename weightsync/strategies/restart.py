@@ -35,6 +35,7 @@ from weightsync.transports.files import FilesTransport
 logger = logging.getLogger(__name__)
 
 _STORES = "--kv-transfer-config", "--ec-transfer-config"
+_OTHER_SOURCES = "dummy", "ipc_cache"  # random weights, and those of an earlier start
 _ENDS_WITH_ITS_SERVER = {
     "MoRIIOConnector",
     "MooncakeConnector",
@@ -167,19 +168,25 @@ class SaveAndRestart(UpdateStrategy):
                 "restart=True ends and starts the engine: expected a weightsync.engines.VllmServer of this "
                 f"process, got a {type(server).__name__}"
             )
-        check_stores(server.options)
+        check_options(server.options)
         return server
 
 
-def check_stores(options: Sequence[str]) -> None:
-    """Raise `UnsupportedError` for a server with connectors that may keep one version's KV cache for the next."""
+def check_options(options: Sequence[str]) -> None:
+    """Raise `UnsupportedError` for a server that may not load the saved version, or may keep an older KV cache."""
     words = [word for option in options for word in option.split("=", 1)]
-    if "ipc_cache" in words:
-        raise UnsupportedError(
-            "the server is started with --load-format ipc_cache, and could start from the weights of an earlier "
-            "version: leave the option out"
-        )
-    if not any(word.replace("_", "-").startswith(_STORES) for word in words):
+    names = [word.replace("_", "-") for word in words]
+    for name, value in zip(names, [*words[1:], ""], strict=True):
+        if name == "--load-format" and value in _OTHER_SOURCES:
+            raise UnsupportedError(
+                f"the server is started with {name} {value}, and would not load the saved version: leave the option out"
+            )
+        if name == "--config":
+            raise UnsupportedError(
+                f"the server is started with {name}, and the file may have options under which it would not serve the "
+                "saved version alone: give the options themselves"
+            )
+    if not any(name.startswith(_STORES) for name in names):
         return
     found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))
     if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found) or any(map(_OUTLIVES.search, words)):
