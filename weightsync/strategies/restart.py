@@ -183,8 +183,8 @@ def check_options(options: Sequence[str]) -> None:
             )
         if name == "--config":
             raise UnsupportedError(
-                f"the server is started with {name}, and the file may have options under which it would not serve the "
-                "saved version alone: give the options themselves"
+                f"the server is started with {name}. Its file may have options for another source of weights, or for "
+                "a store of keys and values: give the options themselves"
             )
     if not any(name.startswith(_STORES) for name in names):
         return
