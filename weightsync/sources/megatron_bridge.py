@@ -54,9 +54,8 @@ class BridgeSource(StreamSource):
     def _export_of(self, model: Model) -> Callable[[], Any]:
         """Return a function that starts an export. Forget the names and shapes of another model."""
         chunks = list(model) if isinstance(model, Sequence) else [model]
-        for chunk in chunks:
-            if isinstance(chunk, nn.Module):
-                refuse_overlap(chunk)
+        for chunk in [each for each in chunks if isinstance(each, nn.Module)]:
+            refuse_overlap(chunk)
         if [id(chunk) for chunk in chunks] != [id(chunk) for chunk in self._chunks]:
             self.close()
             self._chunks = chunks

@@ -25,7 +25,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
 from weightsync.sources.edits import Edit, edited
 from weightsync.sources.four_bits import FourBits, packed_weights
-from weightsync.sources.hf_checkpoint import SavedParts, manifest_of, saved_form
+from weightsync.sources.hf_checkpoint import SavedParts, SavedRegion, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, own_tensors, walk, walk_shells
 from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
@@ -64,7 +64,7 @@ class ModuleSource(LocalSource):
 
     def __init__(self, selection: TensorSelection) -> None:
         super().__init__(selection)
-        self._edited: dict[SavedParts, LocalParam] = {}  # several of them may be parts of one checkpoint tensor
+        self._edited: dict[str, dict[SavedRegion, LocalParam]] = {}  # by name in the checkpoint, and by region
         self._whole: dict[torch.Tensor, torch.Tensor] = {}  # the last `gather`'s whole tensors, by this rank's part
         self._computed: dict[tuple[Hashable, Box], torch.Tensor] = {}  # parts of which the push needs more
         self._mergeable: set[Hashable] = set()  # the known forms of PEFT's layers
@@ -110,7 +110,10 @@ class ModuleSource(LocalSource):
 
     def _read(self, model: Model, on_meta: bool = False) -> Reading:
         tensors, tied = self._as_saved(one_module(model), on_meta)
-        self._edited = {saved: held for held, saved in tensors if held.edits}
+        self._edited = {}
+        for held, saved in tensors:
+            for meta, region in zip(saved.metas, saved.regions, strict=True) if held.edits else ():
+                self._edited.setdefault(meta.name, {})[region] = held
         trained = {meta.name for held, saved in tensors if held.trains for meta in saved.metas}
         shards = []
         for held, saved in tensors:
@@ -131,12 +134,11 @@ class ModuleSource(LocalSource):
         self._edited, self._whole, self._computed = {}, {}, {}
 
     def _settings(self) -> list[Any]:
-        return [[edit.settings() for edit in held.edits] for held in self._edited.values()]
+        return [[edit.settings() for edit in held.edits] for those in self._edited.values() for held in those.values()]
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         self._whole = {}  # free the tensors of the last names first
-        wanted = {*names}
-        due = [held for saved, held in self._edited.items() if any(meta.name in wanted for meta in saved.metas)]
+        due = [held for name in names for held in self._edited.get(name, {}).values()]
         identities = {held.identity for held in due}
         self._computed = {key: values for key, values in self._computed.items() if key[0] in identities}
         inputs = dict.fromkeys(each for held in due for edit in held.edits for each in edit.inputs())
@@ -148,7 +150,7 @@ class ModuleSource(LocalSource):
 
         If the push needs more of it, the part is kept until `gather` begins with other tensors.
         """
-        held = self._edited[saved]
+        held = self._edited[saved.metas[0].name][saved.regions[0]]
         box, values = held.parts[number]
         computed = self._computed.get((held.identity, box))
         if computed is None:

@@ -69,7 +69,8 @@ def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
             raise UnsupportedError(f"the model has a {kind} adapter of PEFT's, which no merge turns into weights")
         if isinstance(shell, XLoraModel):
             raise UnsupportedError("the model has PEFT's X-LoRA, whose classifier no merge turns into weights")
-        if isinstance(shell, PeftModel) and any(map(_replicates, shell.peft_config.values())):
+        configs = shell.peft_config.values() if isinstance(shell, PeftModel) else ()
+        if any(getattr(config, "layer_replication", None) for config in configs):
             raise UnsupportedError(
                 "PEFT's layer_replication gives several layers one weight and adapters of their own. A merge would add "
                 "all of these to it: train without layer_replication"
@@ -80,10 +81,6 @@ def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
         elif isinstance(layer, BaseTunerLayer):
             found += _changes(layer)
     return found
-
-
-def _replicates(config: Any) -> bool:
-    return getattr(config, "layer_replication", None) is not None
 
 
 def _changes(layer: Any) -> list[Adapter]:
