@@ -309,11 +309,16 @@ def offloads_weights(vllm_config: VllmConfig) -> bool:
     return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
 
 
+def load_format(vllm_config: VllmConfig) -> str:
+    """Return vLLM's source of the weights at the engine's start, such as "dummy". vLLM may keep an enum."""
+    found = vllm_config.load_config.load_format
+    return str(getattr(found, "value", found))
+
+
 def loads_from_another_process(vllm_config: VllmConfig) -> bool:
     """Return whether the engine maps its parameters from the daemon of vLLM's weight cache."""
-    load = vllm_config.load_config
-    is_cache = str(getattr(load.load_format, "value", load.load_format)) == "ipc_cache"
-    return is_cache and (load.model_loader_extra_config or {}).get("mode") != "copy"
+    options = vllm_config.load_config.model_loader_extra_config or {}
+    return load_format(vllm_config) == "ipc_cache" and options.get("mode") != "copy"
 
 
 def can_sleep(vllm_config: VllmConfig) -> bool:

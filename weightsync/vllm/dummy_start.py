@@ -11,17 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
 
 from weightsync.errors import UnsupportedError, first_few
 from weightsync.vllm import compat
 from weightsync.worker.trace import named_tensors
-
-
-def has_random_weights(vllm_config: VllmConfig) -> bool:
-    """Return whether the engine was started with `load_format="dummy"`."""
-    load_format = vllm_config.load_config.load_format
-    return str(getattr(load_format, "value", load_format)) == "dummy"
 
 
 def overwritten_buffers(live: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from weightsync.errors import UnsupportedError, first_few
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.vllm import compat, supported_quant
-from weightsync.vllm.dummy_start import has_random_weights, lost_values
+from weightsync.vllm.dummy_start import lost_values
 from weightsync.vllm.handed_over import HandedOver
 from weightsync.vllm.kv_cache import begin_search, last_layers
 from weightsync.vllm.kv_connectors import check_resets, shared_role
@@ -60,7 +60,7 @@ class VllmModel:
         self._pristine: nn.Module | None = None
         self._attention: list[nn.Module] | None = None
         self._sinks: list[tuple[Any, nn.Parameter]] = []
-        self._has_random_weights = has_random_weights(vllm_config)
+        self._has_random_weights = compat.load_format(vllm_config) == "dummy"
         self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live buffer, its value) for the next `restore_lost`
         self._lost_scales: list[nn.Module] = []
         self._at_start: dict[str, int] = {}  # digests of the parameters as the engine has loaded them
