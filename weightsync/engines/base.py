@@ -81,7 +81,7 @@ def reports_paused(engine: Engine) -> bool | None:
     return found
 
 
-Wait = Callable[[], None]
+AwaitAnswer = Callable[[], None]
 """A function that waits for the answer to a call, and raises the call's error."""
 
 
@@ -95,14 +95,14 @@ class QueueingEngine(Engine, Protocol):
     def takes_calls_ahead(self) -> bool:
         """Return whether it takes calls ahead, by the methods below."""
 
-    def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[Wait]:
+    def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[AwaitAnswer]:
         """Send the calls of `set_version(mark)`, unless it is None, of `start` and of `update`.
 
         Also send `reset_caches()` before `update` if the engine fills no cache until `update` returns. Returns before
-        any answer. The last `Wait` is for `update`.
+        any answer. The last `AwaitAnswer` is for `update`.
         """
 
-    def send_finish(self) -> list[Wait]:
+    def send_finish(self) -> list[AwaitAnswer]:
         """Send the calls of `finish(None)`, and of `reset_caches()` unless `send_update` has, to follow `update`."""
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from weightsync.engines.base import SpmdPart, Wait
+from weightsync.engines.base import AwaitAnswer, SpmdPart
 from weightsync.engines.calls import RESET, CallLock, as_ours, caches_not_reset, wait
 from weightsync.engines.vllm_engine import VllmEngine, as_request
 from weightsync.net import timeouts
@@ -57,7 +57,7 @@ class LlmEngine(VllmEngine):
     def takes_calls_ahead(self) -> bool:
         return not self._setup["in_step"] and takes_calls_ahead(self._engine)
 
-    def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[Wait]:
+    def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[AwaitAnswer]:
         # Without requests the core steps in no update, and caches no values of older weights.
         ahead = not (self._setup["connector"] or self._engine.llm_engine.has_unfinished_requests())
         self._turns.acquire(self._worker_methods["update"])
@@ -66,7 +66,7 @@ class LlmEngine(VllmEngine):
         calls += [*self._to_workers("start"), *self._resets(ahead), *self._to_workers("update", update_info)]
         return self._send(calls, self.timeout_s)
 
-    def send_finish(self) -> list[Wait]:
+    def send_finish(self) -> list[AwaitAnswer]:
         calls = [*self._to_workers("finish"), *self._resets(not self._resets_ahead)]
         if calls and not self._turns.join(self._worker_methods["update"]):
             self._turns.acquire(RESET)
@@ -80,7 +80,7 @@ class LlmEngine(VllmEngine):
         method = self._worker_methods.get(call)
         return [] if method is None else [("collective_rpc", method, None, args, None)]
 
-    def _send(self, calls: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Wait]:
+    def _send(self, calls: Sequence[tuple[Any, ...]], timeout_s: float) -> list[AwaitAnswer]:
         """Send calls to the core. The answer to the last one ends this thread's share of the turn."""
         try:
             answers = [send_to_core(self._engine, *call) for call in calls]

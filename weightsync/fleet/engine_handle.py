@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from weightsync.engines import Engine
-from weightsync.engines.base import QueueingEngine, Wait, reports_paused
+from weightsync.engines.base import AwaitAnswer, QueueingEngine, reports_paused
 from weightsync.errors import EngineError, EngineUnreachableError, FencedError, WeightSyncError
 from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.net import timeouts
@@ -211,7 +211,7 @@ class EngineHandle:
         engine = self.engine
         return engine if isinstance(engine, QueueingEngine) and engine.takes_calls_ahead() else None
 
-    def send_update(self, update_info: dict[str, Any]) -> list[Wait]:
+    def send_update(self, update_info: dict[str, Any]) -> list[AwaitAnswer]:
         """Send the calls of `mark`, `start` and the update to the engine's queue. Return before any answer."""
         engine, version = self.queue, self.version
         assert engine is not None
@@ -226,7 +226,7 @@ class EngineHandle:
 
     def send_finish(self) -> None:
         """Send the calls behind the update to the engine's queue, and wait until they have returned."""
-        waits: list[Wait] = []
+        waits: list[AwaitAnswer] = []
         with self._lock:
             if self.queue is not None and self._undo.pop("start", None) is not None:
                 waits = self.queue.send_finish()

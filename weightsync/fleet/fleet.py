@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weightsync.engines import Engine
-from weightsync.engines.base import Wait
+from weightsync.engines.base import AwaitAnswer
 from weightsync.errors import (
     EngineAsleepError,
     EngineError,
@@ -412,7 +412,7 @@ class Fleet:
 
     def _send_open(self, sent: threading.Event) -> None:
         """Do as `_open`, with engines that take calls ahead. Set `sent` when the calls are sent."""
-        earlier: list[Wait] = []
+        earlier: list[AwaitAnswer] = []
         try:
             for one in self._active:
                 if one.has_failed:
