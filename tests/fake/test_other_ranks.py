@@ -16,6 +16,7 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 
 from weightsync import ConfigError, EngineError, EngineUnreachableError, WeightSync
+from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.base import SpmdPart
 from weightsync.fleet.engines_of_ranks import OwnEngine, RankEngine
 from weightsync.net import timeouts
@@ -23,8 +24,12 @@ from weightsync.net import timeouts
 TIMEOUT_S = 30.0
 
 
-def own_engine() -> RecordedEngine:
-    return RecordedEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+class AsyncRecordedEngine(RecordedEngine, AsyncEngine):
+    """A `RecordedEngine` that stands for an `AsyncLLM`."""
+
+
+def own_engine(kind: type[RecordedEngine] = RecordedEngine) -> RecordedEngine:
+    return kind(ModuleHost(TinyEngineModel, checkpoint(1)))
 
 
 def serves(engine: RecordedEngine, seed: int) -> bool:
@@ -33,7 +38,7 @@ def serves(engine: RecordedEngine, seed: int) -> bool:
 
 
 def push_into_each(rank: int, transport: str) -> None:
-    engine = own_engine()
+    engine = own_engine(AsyncRecordedEngine if rank == 2 else RecordedEngine)
     with WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
         for seed in (2, 3):
             report = sync.push(trainer_model(checkpoint(seed)))
@@ -41,8 +46,8 @@ def push_into_each(rank: int, transport: str) -> None:
             assert serves(engine, seed)
             assert engine.version() == str(report.version)
         assert {"pause keep", "reset caches", "resume", "finish 2"} <= set(engine.calls)
-        # Another rank's engine is emptied at each pause, too.
-        assert engine.calls.count("reset caches") == 2 + (engine.calls.count("pause keep") if rank else 0)
+        # An `LLM` of another rank is emptied at each pause, too. The pause of an `AsyncLLM` does so by itself.
+        assert engine.calls.count("reset caches") == 2 + (engine.calls.count("pause keep") if rank == 1 else 0)
         dist.barrier()  # none closes while another looks
     engine.close()
 

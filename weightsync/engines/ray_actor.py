@@ -50,7 +50,7 @@ class RayEngine(VllmEngine):
         if self._is_async or self._setup["in_step"]:
             super().pause(mode)
         else:
-            self._reset_prefix_cache(connector=False)  # as `RankEngine.pause`, for the same reason
+            self._reset_prefix_cache(connector=False)  # as `engines_of_ranks` does, for the same reason
 
     def resume(self) -> None:
         """Resume an engine that `pause` has paused."""

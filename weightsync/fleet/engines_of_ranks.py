@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.base import CalledEngine, Engine, SpmdPart, reports_paused
 from weightsync.engines.calls import LOCAL, as_ours, wait
 from weightsync.errors import (
@@ -175,14 +176,6 @@ class RankEngine(CalledEngine):
         self.name, self.host, self.part = about.name, about.host, about.part
         self._calls, self._number, self._timeout_s = calls, number, timeout_s
 
-    def pause(self, mode: str) -> None:
-        """Pause the engine, and reset its caches.
-
-        An `LLM` is not paused, and rank 0 may die between the commit and the reset of caches. The `LLM` then has none.
-        """
-        super().pause(mode)
-        self.reset_caches()
-
     def is_alive(self) -> bool:
         try:
             return self._call("is_alive", timeout_s=min(self._timeout_s, timeouts.HEALTH_TIMEOUT_S)) is True
@@ -260,6 +253,10 @@ def _serve(engines: Sequence[Engine], connection: Connection) -> None:
             engine = engines[call.engine]
             is_question = call.method == "is_paused"
             value = reports_paused(engine) if is_question else getattr(engine, call.method)(*call.args)
+            if call.method == "pause" and not isinstance(engine, AsyncEngine):
+                # An `LLM` is not paused, and rank 0 may die between the commit and the reset of caches. None are then
+                # left. The pause of an `AsyncLLM` has reset them.
+                engine.reset_caches()
         except Exception as problem:
             error = as_ours(problem, call.method, engines[call.engine].name).to_fields()
         with suppress(WeightSyncError, OSError):  # rank 0 is gone
