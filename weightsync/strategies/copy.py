@@ -44,15 +44,15 @@ from weightsync.transports.base import LocalTensors, Transport
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedPush:
-    """A push at the end of its plan phase.
+    """A push from the end of its plan phase on. Each group adds its results.
 
     groups: sessions with one commit each, one group after the other. Empty: every engine has the version.
     digests: on rank 0 for each session, the digest of each rank's sample of the bytes read in place.
     nbytes: the bytes of the tensors in the push, each counted once.
     done: on rank 0, the answers of the last group's workers.
-    sent_bytes: on rank 0 for each group, the bytes sent by all ranks.
+    sent_bytes: on rank 0, the bytes sent by all ranks to all groups so far.
     workers, engines: on rank 0, the reports of all groups so far.
     """
 
@@ -62,7 +62,7 @@ class PlannedPush:
     digests: dict[TransferSession, list[int]]
     nbytes: int
     done: list[Done] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
+    sent_bytes: int = 0
     workers: list[WorkerReport] = field(default_factory=list)
     engines: list[EngineReport] = field(default_factory=list)
 
@@ -209,11 +209,11 @@ class CopyWeights(FleetStrategy):
         fleet, timeline = self._fleet, update.timeline
         if fleet is not None:
             patience_s = max(session.done_s(self._options.timeout_s) for session in group)
-            push.done[:] = fleet.wait_done(patience_s)
+            push.done = fleet.wait_done(patience_s)
         own = timeline.seconds("transfer"), sum(session.transport.sent_bytes for session in group)
         everyone = update.ranks.gather(own, "transfer")
         timeline.sent_s = [seconds for seconds, _ in everyone]
-        push.sent_bytes.append(sum(nbytes for _, nbytes in everyone))
+        push.sent_bytes += sum(nbytes for _, nbytes in everyone)
 
     def _commit(self, fleet: Fleet, push: PlannedPush, group: Sequence[TransferSession]) -> None:
         """Make the engines of a group serve the version, on rank 0."""
@@ -234,7 +234,7 @@ class CopyWeights(FleetStrategy):
             version=push.version,
             nbytes=push.nbytes,
             chunks=sum(len(session.due) for session in push.sessions),
-            sent_bytes=sum(push.sent_bytes),
+            sent_bytes=push.sent_bytes,
             load_paths=dict(load_paths),
             left_out=tuple(sorted(self._roster.lost)),
         )
