@@ -13,7 +13,6 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
 
     Raises `ConfigError` for anything else, and for options that the strategy cannot work with.
     """
-    from weightsync.sources.stream import StreamSource
     from weightsync.strategies.copy import CopyWeights
     from weightsync.transports import open_transport
 
@@ -22,7 +21,7 @@ def open_strategy(transport: Any, options: Options) -> UpdateStrategy:
         strategy: UpdateStrategy = transport.open(options)
         return strategy
     # A stream gives everything once, so all engines share one session.
-    has_others = isinstance(transport, str) and not isinstance(options.source, StreamSource)
+    has_others = isinstance(transport, str) and not options.is_stream
     return CopyWeights(options, open_transport(transport), partial(open_transport, transport) if has_others else None)
 
 

@@ -46,6 +46,13 @@ class Options(WeightSyncConfig):
     source: ShardSource = field(kw_only=True)
     engines: EngineList = field(kw_only=True)
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the source is a stream. It gives everything once to all engines."""
+        from weightsync.sources.stream import StreamSource
+
+        return isinstance(self.source, StreamSource)
+
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`."""
         if given := [name for name in names if getattr(self, name) is not None]:

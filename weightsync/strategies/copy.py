@@ -30,7 +30,6 @@ from weightsync.sources.base import Model, Reading, SteadySource
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
-from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import FleetStrategy, Options, locate, worker_reports
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.duplicates import places_of_two, refuse_different
@@ -86,7 +85,6 @@ class CopyWeights(FleetStrategy):
         """
         super().__init__(options)
         self._rolling = options.rolling is True
-        self._is_stream = isinstance(options.source, StreamSource)
         if self._rolling and (another is None or options.pause == CALLER):
             one = 'pause="caller" has all paused' if options.pause == CALLER else "one transport or stream serves all"
             raise ConfigError(f"rolling=True updates one engine after the other, and {one}: leave rolling out")
@@ -100,7 +98,7 @@ class CopyWeights(FleetStrategy):
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
         if bucketer is None:
-            by_order = self._is_stream or isinstance(options.source, MegatronSource)
+            by_order = options.is_stream or isinstance(options.source, MegatronSource)
             bucketer = "module" if transport.name in ("ipc", "cuda_ipc") and not by_order else "threshold"
         if isinstance(bucketer, str):
             bucketer = open_bucketer(bucketer, options.max_bytes)
@@ -117,17 +115,14 @@ class CopyWeights(FleetStrategy):
 
     def run(self, update: Update, model: Model) -> PushReport:
         report = self._push(update, model, False)
-        self._is_touched = False
         assert report is not None
         return report
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
-        if self._is_stream:
+        if self._options.is_stream:
             raise ConfigError("a stream cannot be compared with the last push: push it to all engines")
         self._memory.catches_up = True
-        report = self._push(update, model, True)
-        self._is_touched = False
-        return report
+        return self._push(update, model, True)
 
     def _push(self, update: Update, model: Model, late: bool) -> PushReport | None:
         """Push to all engines. If `late`, push the others' version to the engines without it.
@@ -137,7 +132,7 @@ class CopyWeights(FleetStrategy):
         self._update, self._updated = update, []
         timeline = update.timeline
         # A stream runs the user's code. It may need the collector.
-        with timeline.during("plan"), nullcontext() if self._is_stream else collector_paused():
+        with timeline.during("plan"), nullcontext() if self._options.is_stream else collector_paused():
             push = self._plan(update, model, late)
             if push.sessions:
                 # While the engines pause. Later, workers on the same GPU would wait.
@@ -145,7 +140,7 @@ class CopyWeights(FleetStrategy):
                     session.transport.begin_send(session.sample)
                 self._finite.begin(push.left_out)
                 self._memory.begin(push.version)
-        self._is_touched = True
+        self._is_touched = bool(push.sessions)
         if not push.sessions:
             return None
         report: PushReport | None = None
@@ -164,7 +159,7 @@ class CopyWeights(FleetStrategy):
             session.pushes += 1
         if self._rolling and report is not None and not late:
             self._sessions.sort([each.pause_s for each in report.engines])
-        self._updated = []
+        self._updated, self._is_touched = [], False
         return report
 
     def _load(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> list[str]:
@@ -304,8 +299,8 @@ class CopyWeights(FleetStrategy):
         if pairs := places_of_two(sessions):
             # Ranks that quantise compute scales together, and may be out of step after a refusal.
             self._is_touched |= self._options.quantize is not None
-            refuse_different(update, self._source, model, reading.shards, pairs, self._is_stream)
-            if self._is_stream:
+            refuse_different(update, self._source, model, reading.shards, pairs, self._options.is_stream)
+            if self._options.is_stream:
                 self._source.read(model)  # begin the stream anew
         version = update.ranks.broadcast(self._choose_version(update, sessions, late), "plan")
         groups = [[each] for each in sessions] if self._rolling else [sessions] if sessions else []

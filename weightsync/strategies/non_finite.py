@@ -9,7 +9,6 @@ from weightsync.errors import ConfigError, NonFiniteError, first_few
 from weightsync.net.update import Update
 from weightsync.sources.base import Model, ShardSource
 from weightsync.sources.finite import FiniteSource
-from weightsync.sources.stream import StreamSource
 from weightsync.strategies.base import Options
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ class FiniteCheck:
 
     def __init__(self, options: Options, source: ShardSource) -> None:
         self._option = options.non_finite or "warn"
-        self._is_stream = isinstance(options.source, StreamSource)
+        self._is_stream = options.is_stream
         is_checked = self._option != "ignore"
         self._checked = FiniteSource(source, takes_turns=self._option == "warn") if is_checked else None
         self.source = self._checked or source
