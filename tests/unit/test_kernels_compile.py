@@ -20,23 +20,19 @@ KINDS = {
     "body": "*u8", "jobs": "*i32", "room": "i64", "sums": "*i64", "table": "*i64", "words": "*i64",
 }  # fmt: skip
 """Of the arguments. Others are 32-bit numbers."""
-COMPARISON = {"casts": None, "aligned": True, **kernels._SAMPLES}
-CAST = {"casts": kernels.tl.bfloat16, "aligned": False, **kernels._SAMPLES}
-WRITING = {"entries": kernels._ENTRIES, **kernels._SAMPLES}
 
 
 @pytest.mark.parametrize(
-    ("name", "warps", "constants"),
+    ("name", "warps", "values"),
     [
-        ("_find", kernels._FIND_WARPS, COMPARISON),
-        ("_find", kernels._FIND_WARPS, CAST),
-        ("_write", kernels._WRITE_WARPS, {"writes": False, **WRITING}),
-        ("_write", kernels._WRITE_WARPS, {"writes": True, **WRITING}),
+        ("_find", kernels._FIND_WARPS, {"casts": None, "aligned": True}),
+        ("_find", kernels._FIND_WARPS, {"casts": kernels.tl.bfloat16, "aligned": False}),
+        ("_write", kernels._WRITE_WARPS, {"writes": False}),
+        ("_write", kernels._WRITE_WARPS, {"writes": True}),
     ],
 )
-def test_kernel_compiles(name: str, warps: int, constants: dict[str, Any]):
+def test_kernel_compiles(name: str, warps: int, values: dict[str, Any]):
     kernel = getattr(kernels, name)
-    values = {**kernels._CONSTANTS, **constants}
     kinds = {each: "constexpr" if each in values else KINDS.get(each, "i32") for each in kernel.arg_names}
     places = {(kernel.arg_names.index(each),): value for each, value in values.items()}
     compiled = triton.compile(ASTSource(kernel, kinds, places), target=HOPPER, options={"num_warps": warps})

@@ -30,11 +30,14 @@ from weightsync.kernels.changed_words import (
 )
 from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
 
-_FIELDS = 4
 _VECTOR_BYTES = 16
-_FIND_WARPS = 4
-_ENTRIES, _WRITE_WARPS = 128, 1
-"""Changed words per step of a program of the writing, and its warps."""
+_FIND_WARPS, _WRITE_WARPS = 4, 1
+_FIELDS = tl.constexpr(4)
+_ENTRIES = tl.constexpr(128)
+"""Changed words per step of a program of the writing."""
+_GROUP, _GROUPS, _START_BYTES = tl.constexpr(GROUP), tl.constexpr(GROUPS), tl.constexpr(START_BYTES)
+_SUMS, _SAMPLES, _WHOLE = tl.constexpr(SUMS), tl.constexpr(SAMPLES), tl.constexpr(WHOLE)
+_STEP_OF_PLACE, _MIX, _GOLDEN = tl.constexpr(STEP_OF_PLACE), tl.constexpr(MIX), tl.constexpr(signed(GOLDEN))
 _CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -49,16 +52,16 @@ class _Kind(NamedTuple):
     aligned: bool
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weight(at, by_place: tl.constexpr, mixes: tl.constexpr):  # type: ignore[no-untyped-def]
-    mixed = at.to(tl.uint32) * by_place
-    return ((mixed ^ (mixed >> 15)) * mixes) | 1
+@triton.jit
+def _weight(at):  # type: ignore[no-untyped-def]
+    mixed = at.to(tl.uint32) * _STEP_OF_PLACE
+    return ((mixed ^ (mixed >> 15)) * _MIX) | 1
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(sums, tile, checksum, several: tl.constexpr, golden: tl.constexpr):  # type: ignore[no-untyped-def]
-    part = checksum.to(tl.int64) * (tile.to(tl.int64) * golden | 1)
-    tl.atomic_add(sums + tile % several, part, sem="relaxed")
+@triton.jit
+def _add(sums, tile, checksum):  # type: ignore[no-untyped-def]
+    part = checksum.to(tl.int64) * (tile.to(tl.int64) * _GOLDEN | 1)
+    tl.atomic_add(sums + tile % _SUMS, part, sem="relaxed")
 
 
 @triton.jit
@@ -103,17 +106,15 @@ def _changed(new, old, own_pair):  # type: ignore[no-untyped-def]
     return (mask | (mask >> 12)) & 0xFF
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_of(new, pair, by_place: tl.constexpr, mixes: tl.constexpr):  # type: ignore[no-untyped-def]
-    values = (new & 0xFFFF) * _weight(2 * pair, by_place, mixes)
-    values += (new >> 16) * _weight(2 * pair + 1, by_place, mixes)
+@triton.jit
+def _sum_of(new, pair):  # type: ignore[no-untyped-def]
+    values = (new & 0xFFFF) * _weight(2 * pair)
+    values += (new >> 16) * _weight(2 * pair + 1)
     return tl.sum(tl.sum(values, axis=1), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_row_by_row(  # type: ignore[no-untyped-def]
-    positions, words, mask, row, own_pair, new, by_place: tl.constexpr, mixes: tl.constexpr
-):
+@triton.jit
+def _write_row_by_row(positions, words, mask, row, own_pair, new):  # type: ignore[no-untyped-def]
     """Write the positions and the words in the masks of a tile. Return their part of the checksum."""
     left = _bits(mask)
     to = tl.cumsum(left, axis=0) - left
@@ -128,7 +129,7 @@ def _write_row_by_row(  # type: ignore[no-untyped-def]
         place = row * 8 + 2 * its_pair + half
         tl.store(positions + to, place.to(tl.uint8), mask=is_left)
         tl.store(words + to, word.to(tl.uint16), mask=is_left)
-        checksum += tl.where(is_left, (word + 1) * _weight(place, by_place, mixes), 0)
+        checksum += tl.where(is_left, (word + 1) * _weight(place), 0)
         mask &= mask - 1
         to += 1
     return tl.sum(checksum, axis=0)
@@ -147,27 +148,17 @@ def _find(  # type: ignore[no-untyped-def]
     sample,
     casts: tl.constexpr,
     aligned: tl.constexpr,
-    fields: tl.constexpr,
-    groups: tl.constexpr,
-    group: tl.constexpr,
-    start_bytes: tl.constexpr,
-    several: tl.constexpr,
-    samples: tl.constexpr,
-    whole: tl.constexpr,
-    golden: tl.constexpr,
-    by_place: tl.constexpr,
-    mixes: tl.constexpr,
 ):
     job = jobs + 2 * (begin + tl.program_id(0)).to(tl.int64)
-    tile, piece = tl.load(job), table + tl.load(job + 1).to(tl.int64) * fields
-    first = (tile - tl.load(piece + 3)) * (groups * group)
+    tile, piece = tl.load(job), table + tl.load(job + 1).to(tl.int64) * _FIELDS
+    first = (tile - tl.load(piece + 3)) * (_GROUPS * _GROUP)
     pairs = (tl.load(piece + 2) - first) >> 1
     source = tl.load(piece) + first * (2 if casts is None else 4)
     base = (tl.load(piece + 1) + first * 2).to(tl.pointer_type(tl.uint32))
     if aligned:
         base, pairs = tl.multiple_of(base, 16), tl.multiple_of(pairs, 4)
     # A thread reads the 4 pairs of a row at once.
-    rows: tl.constexpr = groups * group // 8
+    rows: tl.constexpr = _GROUPS * _GROUP // 8
     row = tl.arange(0, rows)
     own_pair = tl.arange(0, 4)[None, :]
     pair = row[:, None] * 4 + own_pair
@@ -175,23 +166,23 @@ def _find(  # type: ignore[no-untyped-def]
     old = tl.load(base + pair, mask=inside, other=0)
     new = _new_pairs(source, pair, inside, casts, aligned)
     mask = _changed(new, old, own_pair)
-    count = tl.sum(tl.reshape(_bits(mask), [groups, rows // groups]), axis=1)
-    comes_whole = count >= group - 1
-    total = tl.sum(tl.where(comes_whole, group, count), axis=0)
+    count = tl.sum(tl.reshape(_bits(mask), [_GROUPS, rows // _GROUPS]), axis=1)
+    comes_whole = count >= _GROUP - 1
+    total = tl.sum(tl.where(comes_whole, _GROUP, count), axis=0)
     total += total & 1
     start = tl.atomic_add(words, total.to(tl.int64), sem="relaxed")
     tl.store(base + pair, new, mask=inside & (mask != 0)[:, None])
     at = tile.to(tl.int64)
-    tl.store(body + at * groups + tl.arange(0, groups), tl.minimum(count, group - 1).to(tl.uint8))
-    tl.store((body + groups * tiles).to(tl.pointer_type(tl.int64)) + at, start)
-    if (tile % samples == sample) | (sample == whole):
-        _add(sums, tile, _sum_of(new, pair, by_place, mixes), several, golden)
-    mask = tl.reshape(tl.where(comes_whole[:, None], 0xFF, tl.reshape(mask, [groups, rows // groups])), [rows])
+    tl.store(body + at * _GROUPS + tl.arange(0, _GROUPS), tl.minimum(count, _GROUP - 1).to(tl.uint8))
+    tl.store((body + _GROUPS * tiles).to(tl.pointer_type(tl.int64)) + at, start)
+    if (tile % _SAMPLES == sample) | (sample == _WHOLE):
+        _add(sums, tile, _sum_of(new, pair))
+    mask = tl.reshape(tl.where(comes_whole[:, None], 0xFF, tl.reshape(mask, [_GROUPS, rows // _GROUPS])), [rows])
     if (total > 0) & (3 * (start + total) <= room):
-        positions = body + (groups + start_bytes) * tiles + 3 * start
+        positions = body + (_GROUPS + _START_BYTES) * tiles + 3 * start
         own_words = (positions + total).to(tl.pointer_type(tl.uint16))
-        checksum = _write_row_by_row(positions, own_words, mask, row, own_pair, new, by_place, mixes)
-        _add(sums, tile, checksum, several, golden)
+        checksum = _write_row_by_row(positions, own_words, mask, row, own_pair, new)
+        _add(sums, tile, checksum)
 
 
 @triton.jit(do_not_specialize=["tiles", "room", "sample"])  # type: ignore[untyped-decorator]
@@ -204,40 +195,29 @@ def _write(  # type: ignore[no-untyped-def]
     room,
     sample,
     writes: tl.constexpr,
-    entries: tl.constexpr,
-    fields: tl.constexpr,
-    groups: tl.constexpr,
-    group: tl.constexpr,
-    start_bytes: tl.constexpr,
-    several: tl.constexpr,
-    samples: tl.constexpr,
-    whole: tl.constexpr,
-    golden: tl.constexpr,
-    by_place: tl.constexpr,
-    mixes: tl.constexpr,
 ):
     job = jobs + tl.program_id(0).to(tl.int64) * 2
     tile, own = tl.load(job), tl.load(job + 1)
-    start = tl.load((body + groups * tiles).to(tl.pointer_type(tl.int64)) + tile)
-    counts = tl.load(body + tile.to(tl.int64) * groups + tl.arange(0, groups)).to(tl.int32)
-    region = table + own.to(tl.int64) * fields
-    begin = (tile - tl.load(region + 3)) * (groups * group)  # of the tile, in its piece
+    start = tl.load((body + _GROUPS * tiles).to(tl.pointer_type(tl.int64)) + tile)
+    counts = tl.load(body + tile.to(tl.int64) * _GROUPS + tl.arange(0, _GROUPS)).to(tl.int32)
+    region = table + own.to(tl.int64) * _FIELDS
+    begin = (tile - tl.load(region + 3)) * (_GROUPS * _GROUP)  # of the tile, in its piece
     low, high = tl.load(region + 1) - begin, tl.load(region + 2) - begin
     memory = tl.load(region).to(tl.pointer_type(tl.uint16)) + begin
-    counts = tl.where(counts == group - 1, group, counts)
+    counts = tl.where(counts == _GROUP - 1, _GROUP, counts)
     up_to = tl.cumsum(counts, axis=0)
     count = tl.sum(counts, axis=0)
-    is_sampled = (tile % samples == sample) | (sample == whole)
+    is_sampled = (tile % _SAMPLES == sample) | (sample == _WHOLE)
     if (start >= 0) & (start % 2 == 0) & (start <= room // 3 - count - count % 2):
-        total = tl.zeros([entries], dtype=tl.uint32)
-        positions = body + (groups + start_bytes) * tiles + 3 * start
+        total = tl.zeros([_ENTRIES], dtype=tl.uint32)
+        positions = body + (_GROUPS + _START_BYTES) * tiles + 3 * start
         words = (positions + count + count % 2).to(tl.pointer_type(tl.uint16))
-        for from_entry in range(0, count, entries):
-            number = from_entry + tl.arange(0, entries)
+        for from_entry in range(0, count, _ENTRIES):
+            number = from_entry + tl.arange(0, _ENTRIES)
             valid = number < count
             at = tl.load(positions + number, mask=valid, other=0).to(tl.int32)
             word = tl.load(words + number, mask=valid, other=0).to(tl.uint32)
-            at += tl.sum((up_to[:, None] <= number[None, :]).to(tl.int32), axis=0) * group
+            at += tl.sum((up_to[:, None] <= number[None, :]).to(tl.int32), axis=0) * _GROUP
             valid = valid & (at >= low) & (at < high)
             if writes:
                 tl.store(memory + at, word.to(tl.uint16), mask=valid)
@@ -245,31 +225,16 @@ def _write(  # type: ignore[no-untyped-def]
                 value = word + 1
                 if is_sampled:
                     value += word - tl.load(memory + at, mask=valid, other=0).to(tl.uint32)
-                total += tl.where(valid, value * _weight(at, by_place, mixes), 0)
+                total += tl.where(valid, value * _weight(at), 0)
         if not writes:
             checksum = tl.sum(total, axis=0)
             if is_sampled:
-                for row in range(groups):
-                    place = row * group + tl.arange(0, group)
+                for row in range(_GROUPS):
+                    place = row * _GROUP + tl.arange(0, _GROUP)
                     old = tl.load(memory + place, mask=(place >= low) & (place < high), other=0).to(tl.uint32)
-                    checksum += tl.sum(old * _weight(place, by_place, mixes), axis=0)
+                    checksum += tl.sum(old * _weight(place), axis=0)
             if is_sampled | (count > 0):
-                _add(sums, tile, checksum, several, golden)
-
-
-_CONSTANTS = {
-    "fields": _FIELDS,
-    "groups": GROUPS,
-    "group": GROUP,
-    "start_bytes": START_BYTES,
-    "several": SUMS,
-    "golden": signed(GOLDEN),
-    "by_place": STEP_OF_PLACE,
-    "mixes": MIX,
-}
-
-
-_SAMPLES = {"samples": SAMPLES, "whole": WHOLE}
+                _add(sums, tile, checksum)
 
 
 class FindLaunches:
@@ -306,7 +271,7 @@ class FindLaunches:
 
 
 def _find_constants(kind: _Kind) -> dict[str, Any]:
-    return {**kind._asdict(), **_SAMPLES, **_CONSTANTS, "num_warps": _FIND_WARPS}
+    return {**kind._asdict(), "num_warps": _FIND_WARPS}
 
 
 @cache
@@ -322,8 +287,7 @@ def _load_writing(device: torch.device) -> None:
     with torch.cuda.device(device):
         table, jobs, body = (torch.zeros(TILE, dtype=n, device=device) for n in (torch.int64, torch.int32, torch.uint8))
         for writes in (False, True):
-            constants = {"writes": writes, "entries": _ENTRIES, **_SAMPLES, **_CONSTANTS, "num_warps": _WRITE_WARPS}
-            _write[(1,)](table, jobs, body, table, 1, 0, 0, **constants)
+            _write[(1,)](table, jobs, body, table, 1, 0, 0, writes=writes, num_warps=_WRITE_WARPS)
 
 
 def _kind(piece: Piece) -> _Kind:
@@ -352,6 +316,5 @@ class WriteLaunch:
 
     def run(self, body: torch.Tensor, sums: torch.Tensor, sample: int, writes: bool) -> None:
         tables, room = (self._table, self._jobs, body, sums), body.numel() - table_bytes(self._tiles)
-        constants = {"writes": writes, "entries": _ENTRIES, **_SAMPLES, **_CONSTANTS, "num_warps": _WRITE_WARPS}
         with torch.cuda.device(self._device):
-            _write[(len(self._jobs),)](*tables, self._tiles, room, sample, **constants)
+            _write[(len(self._jobs),)](*tables, self._tiles, room, sample, writes=writes, num_warps=_WRITE_WARPS)

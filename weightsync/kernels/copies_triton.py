@@ -19,11 +19,11 @@ import triton.language as tl
 
 from weightsync.kernels.copies import Copy, Dimension, collapse
 
-_FIELDS = 11
+_FIELDS = tl.constexpr(11)
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _VECTOR_BYTES = 16
-_TILE = 2048
+_TILE = tl.constexpr(2048)
 _COLUMNS = (64, 16)
 """Widths of a tile of `_TILE` units. Nearly all copies of a model fit 64 columns, so one launch makes them. More widths
 would need more launches. Launches run one after another, and each leaves the links that it does not use idle."""
@@ -44,14 +44,14 @@ class _Kind(NamedTuple):
     reads, writes: the dtypes in which sources are read and targets are written.
     dense: whether the elements of a row are contiguous in source and target.
     step: the number of elements that one access may read or write. Rows start at multiples of it.
-    columns: the columns of a tile.
+    tile_columns: the columns of a tile.
     """
 
     reads: Any
     writes: Any
     dense: bool
     step: int
-    columns: int
+    tile_columns: int
 
 
 @triton.jit(do_not_specialize=["begin", "end"])  # type: ignore[untyped-decorator]
@@ -61,20 +61,19 @@ def _copy(  # type: ignore[no-untyped-def]
     order,
     begin,
     end,
-    fields: tl.constexpr,
     reads: tl.constexpr,
     writes: tl.constexpr,
     dense: tl.constexpr,
     step: tl.constexpr,
-    spread: tl.constexpr,
-    tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
+    spread: tl.constexpr,
 ):
+    tile_rows: tl.constexpr = _TILE // tile_columns
     for at in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         tile = at
         if spread:
             tile = tl.load(order + at)
-        piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * fields
+        piece = table + tl.load(piece_of_tile + tile).to(tl.int64) * _FIELDS
         number = (tile - tl.load(piece + 10)).to(tl.int32)
         target = tl.load(piece).to(tl.pointer_type(writes))
         source = tl.load(piece + 1).to(tl.pointer_type(reads))
@@ -157,17 +156,7 @@ def _load(device: torch.device, kind: _Kind, is_spread: bool) -> None:
 
 
 def _constants(kind: _Kind, is_spread: bool) -> dict[str, Any]:
-    return {
-        "fields": _FIELDS,
-        "reads": kind.reads,
-        "writes": kind.writes,
-        "dense": kind.dense,
-        "step": kind.step,
-        "spread": is_spread,
-        "tile_rows": _TILE // kind.columns,
-        "tile_columns": kind.columns,
-        "num_warps": _WARPS,
-    }
+    return {**kind._asdict(), "spread": is_spread, "num_warps": _WARPS}
 
 
 def _cut_into_grids(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Kind, list[int], int]]:
@@ -178,7 +167,7 @@ def _cut_into_grids(target: torch.Tensor, source: torch.Tensor) -> list[tuple[_K
     width = _COLUMNS[0]
     if to == of == 1 and target.dtype == source.dtype:
         width *= max(_UNITS) // sizes[0]
-    down, tile_rows = outer[-1][0] if outer else 1, _TILE // _COLUMNS[0]
+    down, tile_rows = outer[-1][0] if outer else 1, _TILE.value // _COLUMNS[0]
     if down * -(-(size // width) // tile_rows) >= -(-down // tile_rows) * -(-size // width):
         return _grids(target, source, [*outer, (size, to, of)], addresses)
     # A few long rows leave most rows of a tile empty. Cut each long row into rows of the tile's width, and a rest.
@@ -219,7 +208,7 @@ def _grids(
     width = next((n for n in _COLUMNS if n <= columns), _COLUMNS[-1])
     kind = _Kind(reads, writes, dense, step, width)
     *many, (outers, outer_to, outer_of), (rows, row_to, row_of) = [(1, 0, 0), (1, 0, 0), *outer]
-    down = -(-rows // (_TILE // width))
+    down = -(-rows // (_TILE.value // width))
     tiles = outers * down * -(-columns // width)
     found = []
     for index in product(*(range(size) for size, *_ in many)):

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from weightsync.kernels.digest import GOLDEN, MIB, STEP, signed
 
-_FIELDS = 3
-_CHUNK_BYTES = 1 << 16
+_FIELDS, _CHUNK_BYTES = tl.constexpr(3), tl.constexpr(1 << 16)
+_GOLDEN, _STEP = tl.constexpr(signed(GOLDEN)), tl.constexpr(signed(STEP))
 _UNITS = {8: tl.int64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 _WARPS = 8
 
@@ -33,40 +33,36 @@ def _sum(  # type: ignore[no-untyped-def]
     first_run,
     moved,
     sampled,
-    fields: tl.constexpr,
-    chunk_bytes: tl.constexpr,
     unit: tl.constexpr,
     kind: tl.constexpr,
-    golden: tl.constexpr,
-    step: tl.constexpr,
 ):
     program = tl.program_id(0) + begin
     number = tl.load(run_of_program + program)
-    run = table + number.to(tl.int64) * fields
+    run = table + number.to(tl.int64) * _FIELDS
     nbytes = tl.load(run + 1)
     row = program - tl.load(run + 2)
     whole = (nbytes >> 20) * sampled
     moves = row < whole
-    by = tl.where(moves, (row << 20) + moved, (whole << 20) + (row - whole) * chunk_bytes)
-    size = tl.minimum(nbytes - by, chunk_bytes)
+    by = tl.where(moves, (row << 20) + moved, (whole << 20) + (row - whole) * _CHUNK_BYTES)
+    size = tl.minimum(nbytes - by, _CHUNK_BYTES)
     address = tl.load(run) + by
     first, words, tail = by >> 3, size >> 3, size & 7
     source = address.to(tl.pointer_type(kind))
-    at = tl.arange(0, chunk_bytes // 8).to(tl.int64)
+    at = tl.arange(0, _CHUNK_BYTES // 8).to(tl.int64)
     if unit == 8:
         word = tl.load(source + at, mask=at < words, other=0)
     else:
         per_word: tl.constexpr = 8 // unit
-        word = tl.zeros([chunk_bytes // 8], dtype=tl.int64)
+        word = tl.zeros([_CHUNK_BYTES // 8], dtype=tl.int64)
         for n in tl.static_range(per_word):
             bits = tl.load(source + at * per_word + n, mask=at < words, other=0).to(tl.int64)
             word += bits << (8 * unit * n)
     index = (first & 0xFFFF) + at
-    weight = index * golden
-    weight = ((weight ^ (weight >> 29)) * step) | 1
+    weight = index * _GOLDEN
+    weight = ((weight ^ (weight >> 29)) * _STEP) | 1
     total = tl.sum(word * weight, axis=0)
     scale = first * 0 + 1
-    power = first * 0 + step
+    power = first * 0 + _STEP
     block = first >> 16
     while block > 0:
         if block & 1:
@@ -78,7 +74,7 @@ def _sum(  # type: ignore[no-untyped-def]
         byte = tl.arange(0, 8)
         end = (address + words * 8).to(tl.pointer_type(tl.uint8))
         value = tl.sum(tl.load(end + byte, mask=byte < tail, other=0).to(tl.int64) << (8 * byte).to(tl.int64), axis=0)
-        total += value * (((first + words) * 2 + 1) * golden | 1)
+        total += value * (((first + words) * 2 + 1) * _GOLDEN | 1)
     tl.atomic_add(out + (number - first_run), total)
 
 
@@ -95,7 +91,7 @@ class Launches:
         # By numpy, in one thread: torch's threads take 10 ms to begin a small operation on a host of many cores.
         address, sizes = (np.array(each) for each in zip(*((run.data_ptr(), run.numel()) for run in runs), strict=True))
         whole = sizes // MIB * self._is_sampled
-        programs = whole - (whole * MIB - sizes) // _CHUNK_BYTES
+        programs = whole - (whole * MIB - sizes) // _CHUNK_BYTES.value
         unit = np.stack([address % n == 0 for n in _UNITS]).argmax(0)
         first = np.zeros_like(sizes)
         self._launches: list[tuple[int, torch.Tensor, Numbers]] = []  # unit, run of each program, programs up to a run
@@ -123,19 +119,11 @@ class Launches:
 @cache
 def _load(device: torch.device, unit: int) -> None:
     """Compile the kernel, and load it into the GPU by a launch for a run without bytes. See `copies_triton._load`."""
-    table = torch.zeros(_FIELDS, dtype=torch.int64, device=device)
+    table = torch.zeros(_FIELDS.value, dtype=torch.int64, device=device)
     of_program = torch.zeros(1, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
         _sum[(1,)](table, of_program, torch.zeros_like(table), 0, 0, 0, 0, **_constants(unit))
 
 
 def _constants(unit: int) -> dict[str, Any]:
-    return {
-        "fields": _FIELDS,
-        "chunk_bytes": _CHUNK_BYTES,
-        "unit": unit,
-        "kind": _UNITS[unit],
-        "golden": signed(GOLDEN),
-        "step": signed(STEP),
-        "num_warps": _WARPS,
-    }
+    return {"unit": unit, "kind": _UNITS[unit], "num_warps": _WARPS}

@@ -18,7 +18,8 @@ from triton.language.extra import libdevice
 from weightsync.kernels.quantize import BLOCK, FP8_MAX, LEAST_OF_BLOCK, BlockForm, Form
 from weightsync.kernels.rows import Job, WeightPiece
 
-_FIELDS = 14
+_FIELDS = tl.constexpr(14)
+_BLOCK, _FP8_MAX, _LEAST_OF_BLOCK = tl.constexpr(BLOCK), tl.constexpr(FP8_MAX), tl.constexpr(LEAST_OF_BLOCK)
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -34,10 +35,10 @@ _BLOCK_WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _locate(table, piece_of_program, fields: tl.constexpr, height: tl.constexpr, strips_across):  # type: ignore[no-untyped-def]
+def _locate(table, piece_of_program, height: tl.constexpr, strips_across):  # type: ignore[no-untyped-def]
     """Return a program's piece, matrix, first row, and strip of columns."""
     program = tl.program_id(0).to(tl.int64)
-    piece = table + tl.load(piece_of_program + program).to(tl.int64) * fields
+    piece = table + tl.load(piece_of_program + program).to(tl.int64) * _FIELDS
     number = program - tl.load(piece)
     strips = tl.cdiv(tl.load(piece + 1), height) * strips_across
     rest = number % strips
@@ -49,7 +50,6 @@ def _rows(  # type: ignore[no-untyped-def]
     table,
     piece_of_program,
     given,
-    fields: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
     height: tl.constexpr,
@@ -62,7 +62,7 @@ def _rows(  # type: ignore[no-untyped-def]
     per_row: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    piece, matrix, first, _ = _locate(table, piece_of_program, fields, height, 1)
+    piece, matrix, first, _ = _locate(table, piece_of_program, height, 1)
     row = first + tl.arange(0, height)[:, None]
     at = tl.arange(0, block)[None, :]
     is_row = row < tl.load(piece + 1)
@@ -116,20 +116,16 @@ def _rows(  # type: ignore[no-untyped-def]
 def _blocks(  # type: ignore[no-untyped-def]
     table,
     piece_of_program,
-    fields: tl.constexpr,
     columns: tl.constexpr,
-    side: tl.constexpr,
     source_dtype: tl.constexpr,
     values_dtype: tl.constexpr,
-    largest: tl.constexpr,
-    least: tl.constexpr,
     multiplies: tl.constexpr,
     approximates: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    piece, matrix, first, strip = _locate(table, piece_of_program, fields, side, tl.cdiv(columns, side))
-    row = first + tl.arange(0, side)[:, None]
-    at = strip * side + tl.arange(0, side)[None, :]
+    piece, matrix, first, strip = _locate(table, piece_of_program, _BLOCK, tl.cdiv(columns, _BLOCK))
+    row = first + tl.arange(0, _BLOCK)[:, None]
+    at = strip * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = (row < tl.load(piece + 1)) & (at < columns)
     source = tl.load(piece + 4).to(tl.pointer_type(source_dtype))
     source_matrix, source_row = tl.load(piece + 5), tl.load(piece + 6)
@@ -141,12 +137,12 @@ def _blocks(  # type: ignore[no-untyped-def]
         values_matrix, values_row = tl.multiple_of(values_matrix, 16), tl.multiple_of(values_row, 16)
     x = tl.load(source + matrix * source_matrix + row * source_row + at, mask=inside, other=0.0).to(tl.float32)
     maximum = tl.max(tl.max(tl.abs(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
-    maximum = tl.maximum(maximum, least)
-    scale = maximum * (1.0 / largest) if multiplies else tl.div_rn(maximum, largest)
+    maximum = tl.maximum(maximum, _LEAST_OF_BLOCK)
+    scale = maximum * (1.0 / _FP8_MAX) if multiplies else tl.div_rn(maximum, _FP8_MAX)
     inverse = 1.0 / scale if approximates else tl.div_rn(1.0, scale)
     tl.store(values + matrix * values_matrix + row * values_row + at, (x * inverse).to(values_dtype), mask=inside)
     scales = tl.load(piece + 10).to(tl.pointer_type(tl.float32))
-    scales += matrix * tl.load(piece + 11) + first // side * tl.load(piece + 12) + strip * tl.load(piece + 13)
+    scales += matrix * tl.load(piece + 11) + first // _BLOCK * tl.load(piece + 12) + strip * tl.load(piece + 13)
     tl.store(scales + tl.zeros((1, 1), tl.int32), scale)
 
 
@@ -206,7 +202,6 @@ class RowLaunches:
         with torch.cuda.device(self._device):
             for kind, table, of_program, programs in self._groups:
                 constants = {
-                    "fields": _FIELDS,
                     "columns": kind.columns,
                     "source_dtype": _DTYPES[kind.dtype],
                     "values_dtype": self._values,
@@ -214,8 +209,8 @@ class RowLaunches:
                     "aligned": kind.aligned,
                 }
                 if isinstance(self._form, BlockForm):
-                    own = {"approximates": self._form.approximates, "side": BLOCK, "num_warps": _BLOCK_WARPS}
-                    _blocks[(programs,)](table, of_program, largest=FP8_MAX, least=LEAST_OF_BLOCK, **own, **constants)
+                    own = {"approximates": self._form.approximates, "num_warps": _BLOCK_WARPS}
+                    _blocks[(programs,)](table, of_program, **own, **constants)
                     continue
                 block, (height, _) = triton.next_power_of_2(kind.columns), self._tile(kind.columns)
                 _rows[(programs,)](
