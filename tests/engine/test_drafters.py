@@ -6,6 +6,7 @@ What a drafter drafts decides how fast an engine answers, and hardly what. So th
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from engines import (
     Trainers,
     answer_of,
     assert_same,
+    has_plug_ins,
+    sleep_mode,
 )
 from megatron_models import Mesh
 from torch import nn
 
 from weightsync import MegatronBackend, TensorSelection, WeightSync
+from weightsync.errors import UnsupportedError
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -147,6 +151,36 @@ def test_a_drafter_that_no_tensor_is_for_stays_and_the_log_says_so(engines: Remo
     after = engines.call(drafters_tensors)
     shared = () if is_apart else ("embed_tokens.weight", "lm_head.weight")
     assert [name for name in before if not torch.equal(before[name], after[name]) and not name.endswith(shared)] == []
+
+
+def push_after_sleep(engines: Engines, layout: str, speculative: dict[str, Any]) -> str:
+    """Push to an engine that has slept and lost nothing, and to one that has lost its drafter. Return the refusal."""
+    with sleep_mode():
+        start(engines, checkpoint(engines, layout, "A"), speculative, enable_sleep_mode=True)
+    connect(engines, layout, TensorSelection(exclude=("*mtp_layers*",)))
+    worker = engines.llm.llm_engine.model_executor.driver_worker.worker
+    assert worker.sleep_mode_backend is not None  # made at the first sleep
+    push(engines, "B")
+    model = {id(param) for param in worker.model_runner.model.parameters()}
+    for param in worker.model_runner.get_draft_model().parameters():
+        if id(param) not in model:
+            param.data.zero_()
+    with pytest.raises(UnsupportedError) as refused:
+        push(engines, "A")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("drafts", ["from another checkpoint", "from layers that the trainer lacks"])
+def test_a_drafter_that_sleep_has_discarded_is_missed(engines: Remote, drafts: str):
+    if not has_plug_ins():
+        pytest.skip("this vLLM does not tell whether it has slept")
+    speculative: dict[str, Any] = MTP
+    if drafts == "from another checkpoint":
+        other = engines.call(Engines.checkpoint, "qwen2", "C")
+        speculative = {"method": "draft_model", "model": str(other), "num_speculative_tokens": 2}
+    refused = engines.call(push_after_sleep, "mimo", speculative)
+    assert re.match(r"this push leaves drafter\.\S+, .*sleep\(level=2\) has discarded them", refused)
+    assert engines.call(Engines.refusal) == ""
 
 
 def cold_eagle(engines: Engines, method: str) -> dict[str, Any]:

@@ -16,7 +16,19 @@ from unittest import mock
 
 import pytest
 import tiny_models
-from engines import TIMEOUT_S, Engines, Remote, Trainer, Trainers, VllmRemote, assert_same, know_class
+import torch
+from engines import (
+    TIMEOUT_S,
+    Engines,
+    Remote,
+    Trainer,
+    Trainers,
+    VllmRemote,
+    assert_same,
+    has_plug_ins,
+    know_class,
+    sleep_mode,
+)
 
 from weightsync import PushReport, WeightSync
 from weightsync.errors import UnsupportedError
@@ -181,6 +193,27 @@ def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
     assert engines.call(Engines.refusal) == ""
     engines.call(keep_what_a_forward_makes, "_fse_fuse_gate", False)
     trainers.call(push, "B")
+
+
+def lose_slopes_and_push(engines: Engines) -> tuple[bool, bool]:
+    """Return whether ALiBi's slopes were found, and whether a push brought them back. A CPU's engine never sleeps."""
+    with sleep_mode():
+        engines.start(engines.checkpoint("bloom", "A"), enable_sleep_mode=True)
+    kernels = [layer.self_attention.attn.impl for layer in engines.live_model().transformer.h]
+    values = [kernel.alibi_slopes.clone() for kernel in kernels]
+    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        sync.push(tiny_models.build("bloom", "B"))
+        for kernel in kernels:
+            kernel.alibi_slopes.zero_()
+        sync.push(tiny_models.build("bloom", "B"))
+    found = [torch.equal(kernel.alibi_slopes, value) for kernel, value in zip(kernels, values, strict=True)]
+    return all(value.any() for value in values), all(found)
+
+
+def test_slopes_that_sleep_has_discarded_come_back(engines: Remote):
+    if not has_plug_ins():
+        pytest.skip("this vLLM does not tell whether it has slept")
+    assert engines.call(lose_slopes_and_push) == (True, True)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from pathlib import Path
+
 import pytest
 import quantised_checkpoints
 import tiny_models
-from engines import TIMEOUT_S, Answer, Engines, Remote, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, VllmRemote, assert_same
 
 from weightsync import WeightSync
 
@@ -53,3 +56,28 @@ def test_pushed_equals_cold(engines: Remote, quantization: str) -> None:
     linear = 2 * LAYERS  # q, k and v in one, and o; a router stays as it is
     assert load_paths["fused_quantize"] >= linear + LAYERS, load_paths
     assert load_paths["reload"] == load_paths["native_loader"] == 0
+
+
+def sleep_and_push(engines: Engines, quantization: str) -> tuple[Answer, Answer]:
+    """Return what a cold engine answers, and what it answers after a push of other weights, sleep, and a push."""
+    start(engines, "A", quantization, enable_sleep_mode=True)
+    cold = engines.ask()
+    trainer = tiny_models.build(MODEL, "B").cuda()
+    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer)
+        assert engines.ask() != cold
+        tiny_models.fill(trainer, "A")
+        engines.llm.sleep(2)
+        engines.llm.wake_up()
+        sync.push(trainer)
+    return cold, engines.ask()
+
+
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8", "fp8_per_block", "FP8-dynamic"])
+def test_pushed_after_sleep_of_level_2_equals_cold(quantization: str, tmp_path: Path) -> None:
+    engines = VllmRemote(Engines, tmp_path, tmp_path, multiprocessing.Pipe()[1])  # vLLM has one sleeping LLM a process
+    try:
+        cold, pushed = engines.call(sleep_and_push, quantization, timeout_s=300)
+    finally:
+        engines.close()
+    assert_same(pushed, cold, "after sleep of level 2")

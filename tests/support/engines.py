@@ -19,6 +19,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -266,6 +267,14 @@ class Engines:
         if self.sync is not None:
             self.sync.close()
         self.sync = self.model = None
+
+
+def sleep_mode() -> AbstractContextManager[object]:
+    """Let a CPU's engine start with `enable_sleep_mode`. Its sleep gives no memory back."""
+    from vllm.platforms import current_platform as platform
+
+    can = dict.fromkeys(("is_sleep_mode_available", "is_cumem_allocator_available"), lambda: True)
+    return mock.patch.multiple(platform, create=True, **can)
 
 
 def session_of(engines: Engines) -> Any:

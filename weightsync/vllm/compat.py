@@ -26,7 +26,6 @@ from weightsync.errors import UnsupportedError
 HAVE_RUN = (0, 20), (0, 32)
 """The first and the last vLLM that weightsync ran with. `weightsync.tools.doctor` and setup.py repeat the last."""
 
-
 _MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache"
 """Attributes of modules for values that vLLM's first forward makes from weights: in GLM-5 Next, openPangu and FoPE."""
 _MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from weightsync.errors import UnsupportedError, first_few
 from weightsync.kernels.rows import AllReduceMax
 from weightsync.vllm import compat, supported_quant
+from weightsync.vllm.constants import NotedConstants, Place, is_small, unregistered
 from weightsync.vllm.dummy_start import lost_values
 from weightsync.vllm.handed_over import HandedOver
 from weightsync.vllm.kv_cache import begin_search, last_layers
@@ -64,6 +65,8 @@ class VllmModel:
         self._lost: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live buffer, its value) for the next `restore_lost`
         self._lost_scales: list[nn.Module] = []
         self._at_start: dict[str, int] = {}  # digests of the parameters as the engine has loaded them
+        self._constants: NotedConstants | None = None  # of an engine that can sleep
+        self._constructed: dict[Place, torch.Size] = {}
         self._last_layers: list[str] = []
         self._handed_over = HandedOver()
         parallel = vllm_config.parallel_config
@@ -126,7 +129,11 @@ class VllmModel:
         if self._pristine is None:
             self._check()
             self._sinks = compat.sinks_of(self.live)
-            self._pristine = self._build(build_on_meta)
+            pristine = self._build(build_on_meta)
+            made = unregistered(pristine)
+            if self.may_discard and self._constants is None:
+                _refuse_unnoted(made)
+            self._pristine, self._constructed = pristine, {place: tensor.shape for place, tensor in made.items()}
             if self._drafter is not None:
                 share_alike(self.live, self._pristine)
             tie_alike(self.live, self._pristine)
@@ -184,24 +191,29 @@ class VllmModel:
         self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
 
     def note_start(self, worker: Any) -> None:
-        """Note the parameters' values if this vLLM worker can sleep and never has. Sleep may discard them."""
-        if compat.can_sleep(self._config) and compat.has_never_slept(worker):
-            self._at_start = digests_of(dict(self.live.named_parameters()))
+        """Note the values of parameters and constants if this vLLM worker can sleep and never has."""
+        if self.may_discard and compat.has_never_slept(worker):
+            self._at_start = digests_of(self._parameters())
+            self._constants = NotedConstants(self._models, ["", DRAFTER])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the model and of its drafter, also of a drafter out of reach."""
+        apart = self._models[1:] if self._drafter is None else ()
+        drafters = {f"{DRAFTER}.{name}": param for drafter in apart for name, param in drafter.named_parameters()}
+        return {**dict(self.live.named_parameters()), **drafters}
 
     def check_kept(self, kept: Sequence[str]) -> None:
-        if not kept or not compat.can_sleep(self._config):
+        if not kept or not self.may_discard:
             return
-        live = dict(self.live.named_parameters())
+        live = self._parameters()
         now = digests_of({name: live[name] for name in kept if name in live})
-        if lost := [name for name in kept if now.get(name, -1) != self._at_start.get(name)]:
+        if lost := [name for name in kept if now.get(name) != self._at_start.get(name)]:
             why = "sleep(level=2) has discarded them, or an earlier push has filled them. Restart the engine, or call "
             why += 'collective_rpc("reload_weights") on it'
             if not self._at_start:
                 why = "sleep(level=2) may have discarded them: the engine slept before weightsync noted them. Restart "
                 why += 'the engine with weight_transfer_config={"backend": "weightsync"}'
-            raise UnsupportedError(
-                f"TensorSelection.keep leaves {first_few(lost)} to the engine's checkpoint, and {why}"
-            )
+            raise UnsupportedError(f"this push leaves {first_few(lost)} as the engine has loaded them, and {why}")
 
     def restore_lost(self) -> None:
         for module in self._lost_scales:
@@ -209,6 +221,8 @@ class VllmModel:
         for buffer, value in self._lost:
             buffer.copy_(value)
         self._lost_scales, self._lost = [], []
+        if self._constants is not None:
+            self._constants.restore(self._constructed)
 
     def is_asleep(self) -> bool:
         return self.device.type == "cuda" and compat.weights_asleep()
@@ -259,6 +273,15 @@ class VllmModel:
 
     def scope(self) -> AbstractContextManager[Any]:
         return compat.vllm_scope(self._config, self.device)
+
+
+def _refuse_unnoted(constants: Mapping[Place, torch.Tensor]) -> None:
+    if lost := [f"{at}.{key}" for (at, key, _), tensor in constants.items() if is_small(tensor)]:
+        raise UnsupportedError(
+            f"sleep(level=2) may have discarded {first_few(lost)}, which no push fills: the engine slept before "
+            "weightsync noted them. Start the engine without enable_sleep_mode, or from vLLM 0.25 on with "
+            'weight_transfer_config={"backend": "weightsync"}'
+        )
 
 
 def _largest_of_all(numbers: torch.Tensor) -> None:

@@ -118,7 +118,7 @@ class EngineModel(Protocol):
         """Raise `UnsupportedError` if one of these parameters may have lost its value of the engine's start."""
 
     def restore_lost(self) -> None:
-        """Give the tensors of `find_lost` the values of a cold start, once."""
+        """Give the tensors of `find_lost`, and constants lost in sleep, the values of a cold start."""
 
     def is_asleep(self) -> bool:
         """Return whether the memory of the parameters is given back. A write needs the engine awake."""

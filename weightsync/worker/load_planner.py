@@ -36,7 +36,6 @@ class TracedLoad:
     """A load plan with the worker's own records of it.
 
     keep: patterns of the parameters that no push fills.
-    kept: the matching parameters.
     answer: the plan as the trainer is told.
     trace: the loader's actions, in terms of the trainer's tensors.
     placed: the trace's copies with their places in live tensors.
@@ -48,7 +47,6 @@ class TracedLoad:
 
     manifest: Manifest
     keep: Sequence[str]
-    kept: Sequence[str]
     answer: LoadPlan
     trace: Trace
     placed: Sequence[LoadCopy]
@@ -124,7 +122,7 @@ class LoadPlanner:
             tied=sorted({*ties.fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
-        return TracedLoad(manifest, keep, chosen, answer, trace, placed, pairs, load_path, group_of, sources)
+        return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources)
 
     def _trace(self, manifest: Manifest) -> Trace:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""

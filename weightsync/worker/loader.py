@@ -199,7 +199,7 @@ class Receiver:
         if self._planner is not None and self._traced is not None:
             with self._model.scope():
                 self._planner.kernels.check()
-                self._model.check_kept(self._traced.kept)
+                self._model.check_kept(self._traced.answer.kept)
                 if mixed := sorted(self._unproven.intersection(self._traced.answer.kept)):
                     raise UnsupportedError(
                         f"a failed push has left a mixture in {first_few(mixed)}, and this push leaves them alone: "
