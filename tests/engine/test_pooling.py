@@ -11,6 +11,7 @@ import torch
 from engines import PROMPTS, TIMEOUT_S, Engines, Remote
 
 from weightsync import WeightSync
+from weightsync.errors import UnsupportedError
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -77,6 +78,31 @@ def push_and_compare(engines: Engines, kind: str, task: str, folder: Path) -> No
 def test_pushed_equals_cold(engines: Remote, tmp_path: Path, kind: str, task: str):
     """VLLM's loader makes a classifier's bias when it comes, and BERT's leaves the pooler out."""
     engines.call(push_and_compare, kind, task, tmp_path, timeout_s=240)
+
+
+def push_without_a_bias(engines: Engines, folder: Path) -> str:
+    """Push to a classifier whose checkpoint has a bias, as some on the hub have. Transformers' class has none."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    config = tiny_models.CONFIGS["qwen3"]()
+    config.num_labels = 3
+    trainer = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+    (file,) = save(trainer, folder).glob("*.safetensors")
+    bias = {"score.bias": torch.tensor([5.0, -3.0, 1.0], dtype=torch.bfloat16)}
+    save_file(load_file(file) | bias, file, {"format": "pt"})
+    start(engines, folder)
+    before = ask(engines, "classify")
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    with pytest.raises(UnsupportedError) as refused:
+        engines.sync.push(trainer)
+    assert ask(engines, "classify") == before
+    return str(refused.value)
+
+
+def test_a_bias_that_only_the_engine_has_is_refused(engines: Remote, tmp_path: Path):
+    refused = engines.call(push_without_a_bias, tmp_path)
+    assert refused.startswith("the running model has score.bias, made by the engine's loader")
 
 
 def push_a_reranker(engines: Engines, model: str, folder: Path) -> None:

@@ -88,6 +88,7 @@ class LoadPlanner:
             if param in seen.computed:
                 seen.computed[view] = seen.computed[param]
         self._refuse_made(seen)
+        self._refuse_left()
         self._find_groups()
         landed, trace = renamed(seen, pairs), collapse(seen, pairs, *self._find_fused(seen, manifest, pairs))
         group_of = {name: group for group in self._groups for name in group.params}
@@ -255,6 +256,22 @@ class LoadPlanner:
                 f"the running model lacks {absent[0]}, made by the engine's loader when a checkpoint has it; start "
                 "the engine from such a checkpoint"
             )
+
+    def _refuse_left(self) -> None:
+        """Raise `UnsupportedError` if the engine's checkpoint has made a parameter, and the trainer has no such tensor.
+
+        Loaders make a bias, or a module, for a tensor of the checkpoint. Post-processing makes other parameters.
+        """
+        pristine = dict(self._model.pristine().named_modules())
+        for path, module in self._model.live.named_modules():
+            made = module._parameters if path not in pristine else {"bias": module._parameters.get("bias")}
+            for key, param in made.items():
+                if param is not None and (path not in pristine or pristine[path]._parameters.get(key) is None):
+                    raise UnsupportedError(
+                        f"the running model has {path}.{key}, made by the engine's loader from a tensor of its "
+                        "checkpoint, and the trainer has no such tensor. Push one, or start the engine from a "
+                        "checkpoint without it"
+                    )
 
     def _find_groups(self) -> None:
         """Group the modules. Group them again after a trace has made new parameters."""
