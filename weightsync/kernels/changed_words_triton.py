@@ -16,28 +16,19 @@ import torch
 import triton
 import triton.language as tl
 
-from weightsync.kernels.changed_words import (
-    GROUP,
-    GROUPS,
-    MIX,
-    START_BYTES,
-    STEP_OF_PLACE,
-    SUMS,
-    TILE,
-    Piece,
-    Region,
-    table_bytes,
-)
-from weightsync.kernels.digest import GOLDEN, SAMPLES, WHOLE, signed
+from weightsync.kernels import changed_words, digest
+from weightsync.kernels.changed_words import TILE, Piece, Region, table_bytes
 
 _VECTOR_BYTES = 16
 _FIND_WARPS, _WRITE_WARPS = 4, 1
 _FIELDS = tl.constexpr(4)
 _ENTRIES = tl.constexpr(128)
 """Changed words per step of a program of the writing."""
-_GROUP, _GROUPS, _START_BYTES = tl.constexpr(GROUP), tl.constexpr(GROUPS), tl.constexpr(START_BYTES)
-_SUMS, _SAMPLES, _WHOLE = tl.constexpr(SUMS), tl.constexpr(SAMPLES), tl.constexpr(WHOLE)
-_STEP_OF_PLACE, _MIX, _GOLDEN = tl.constexpr(STEP_OF_PLACE), tl.constexpr(MIX), tl.constexpr(signed(GOLDEN))
+_GROUP, _GROUPS = tl.constexpr(changed_words.GROUP), tl.constexpr(changed_words.GROUPS)
+_START_BYTES, _SUMS = tl.constexpr(changed_words.START_BYTES), tl.constexpr(changed_words.SUMS)
+_STEP_OF_PLACE, _MIX = tl.constexpr(changed_words.STEP_OF_PLACE), tl.constexpr(changed_words.MIX)
+_SAMPLES, _WHOLE = tl.constexpr(digest.SAMPLES), tl.constexpr(digest.WHOLE)
+_GOLDEN = tl.constexpr(digest.signed(digest.GOLDEN))
 _CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
