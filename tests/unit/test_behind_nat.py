@@ -216,7 +216,7 @@ def test_the_trainers_own_listeners_leave_the_engines_ports_alone(monkeypatch: p
             published_ports(workers)
 
 
-@pytest.mark.parametrize("transport", [NcclTransport(), NixlTransport()])
+@pytest.mark.parametrize("transport", [NcclTransport("broadcast"), NixlTransport("nixl")])
 def test_libraries_with_ports_of_their_own_are_refused(transport: NcclTransport | NixlTransport) -> None:
     rank = MachineInfo("trainer rank 0", "cuda", "GPU-1", "a")
     worker = MachineInfo("engine 0 worker tp=0", "cuda", "GPU-2", "b", ("192.0.2.7", 29600))

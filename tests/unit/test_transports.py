@@ -288,7 +288,7 @@ def test_a_worker_of_a_broadcast_connects_only_when_it_was_invited():
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_rank_of_a_broadcast_knows_when_another_one_computes_what_it_sends(computes: bool):
     ranks: Any = SimpleNamespace(gather=lambda own, _: [own, [["cpu"], computes]], broadcast=lambda value, _: value)
-    assert NcclTransport()._agree(LocalTensors({}), ranks) == (CPU, computes)
+    assert NcclTransport("broadcast")._agree(LocalTensors({}), ranks) == (CPU, computes)
 
 
 def test_a_worker_that_passes_chunks_on_says_whom_its_gpu_may_wait_for(monkeypatch: pytest.MonkeyPatch):

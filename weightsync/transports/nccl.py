@@ -53,9 +53,6 @@ class NcclTransport(members.MemberTransport):
     least_bytes: ClassVar = {"cpu": 7 * 2**15, "cuda": 2**24}
     """Smaller chunks cost more processor time than they save."""
 
-    def __init__(self, name: str = "broadcast") -> None:
-        super().__init__(name)
-
     def invite(self, ranks: Sequence[MachineInfo], workers: Sequence[MachineInfo], host: str) -> list[dict[str, Any]]:
         members.check_machines(self.name, ranks, workers)
         device, before = ranks[0].device, self._peers

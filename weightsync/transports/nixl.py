@@ -75,9 +75,6 @@ class NixlTransport(MemberTransport):
     most_bytes: ClassVar = {"cpu": 2**23, "cuda": 3 * 2**26}
     """Larger chunks would leave a CPU's cache between two copies. On a GPU the slots would take more memory."""
 
-    def __init__(self, name: str = "nixl") -> None:
-        super().__init__(name)
-
     def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         devices = {member.device for member in (*request.ranks, *request.workers)}
         self.max_chunk_bytes = self.most_bytes["cuda" if "cuda" in devices else "cpu"]
