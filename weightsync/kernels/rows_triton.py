@@ -46,6 +46,17 @@ def _locate(table, piece_of_program, height: tl.constexpr, strips_across):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _open(fields, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the memory of a piece on one side, and its strides of matrices and rows."""
+    memory = tl.load(fields).to(tl.pointer_type(dtype))
+    of_matrix, of_row = tl.load(fields + 1), tl.load(fields + 2)
+    if aligned:
+        memory = tl.multiple_of(memory, 16)
+        of_matrix, of_row = tl.multiple_of(of_matrix, 16), tl.multiple_of(of_row, 16)
+    return memory, of_matrix, of_row
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
     table,
     piece_of_program,
@@ -68,11 +79,7 @@ def _rows(  # type: ignore[no-untyped-def]
     is_row = row < tl.load(piece + 1)
     inside = is_row & (at < columns)
     own = given + tl.load(piece + 2) + matrix * tl.load(piece + 3)
-    source = tl.load(piece + 4).to(tl.pointer_type(source_dtype))
-    source_matrix, source_row = tl.load(piece + 5), tl.load(piece + 6)
-    if aligned:
-        source = tl.multiple_of(source, 16)
-        source_matrix, source_row = tl.multiple_of(source_matrix, 16), tl.multiple_of(source_row, 16)
+    source, source_matrix, source_row = _open(piece + 4, source_dtype, aligned)
     x = tl.load(source + matrix * source_matrix + row * source_row + at, mask=inside, other=0.0).to(tl.float32)
     if step == 0:
         maxima = tl.max(tl.abs(x), axis=1, keep_dims=True)
@@ -101,11 +108,7 @@ def _rows(  # type: ignore[no-untyped-def]
             x = libdevice.rint(x)
             x = tl.where(x != x, 0.0, x)
         x = tl.minimum(tl.maximum(x, -largest), largest)
-        values = tl.load(piece + 7).to(tl.pointer_type(values_dtype))
-        values_matrix, values_row = tl.load(piece + 8), tl.load(piece + 9)
-        if aligned:
-            values = tl.multiple_of(values, 16)
-            values_matrix, values_row = tl.multiple_of(values_matrix, 16), tl.multiple_of(values_row, 16)
+        values, values_matrix, values_row = _open(piece + 7, values_dtype, aligned)
         tl.store(values + matrix * values_matrix + row * values_row + at, x.to(values_dtype), mask=inside)
         if per_row and step == 2:
             scales = tl.load(piece + 10).to(tl.pointer_type(tl.float32))
@@ -127,14 +130,8 @@ def _blocks(  # type: ignore[no-untyped-def]
     row = first + tl.arange(0, _BLOCK)[:, None]
     at = strip * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = (row < tl.load(piece + 1)) & (at < columns)
-    source = tl.load(piece + 4).to(tl.pointer_type(source_dtype))
-    source_matrix, source_row = tl.load(piece + 5), tl.load(piece + 6)
-    values = tl.load(piece + 7).to(tl.pointer_type(values_dtype))
-    values_matrix, values_row = tl.load(piece + 8), tl.load(piece + 9)
-    if aligned:
-        source, values = tl.multiple_of(source, 16), tl.multiple_of(values, 16)
-        source_matrix, source_row = tl.multiple_of(source_matrix, 16), tl.multiple_of(source_row, 16)
-        values_matrix, values_row = tl.multiple_of(values_matrix, 16), tl.multiple_of(values_row, 16)
+    source, source_matrix, source_row = _open(piece + 4, source_dtype, aligned)
+    values, values_matrix, values_row = _open(piece + 7, values_dtype, aligned)
     x = tl.load(source + matrix * source_matrix + row * source_row + at, mask=inside, other=0.0).to(tl.float32)
     maximum = tl.max(tl.max(tl.abs(x), axis=1, keep_dims=True), axis=0, keep_dims=True)
     maximum = tl.maximum(maximum, _LEAST_OF_BLOCK)
