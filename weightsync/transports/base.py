@@ -385,6 +385,12 @@ class TransportReceiver(ABC):
         """
 
 
+def finish_stream(device: torch.device) -> None:
+    """Wait until the current stream of a GPU has done its work. A CPU's work is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def align(nbytes: int) -> int:
     """Return the next multiple of `ALIGN_BYTES`."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -215,8 +215,7 @@ class _SlotSender:
                 wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
             packer.fill(number, sample)
             for slot in self.slots.values():
-                if slot.is_cuda:
-                    torch.cuda.current_stream(slot.device).synchronize()
+                base.finish_stream(slot.device)
             self._filled += 1
             if self._counters is not None:
                 self._counters[0] = self._filled
@@ -284,8 +283,7 @@ class IpcReceiver(base.TransportReceiver):
             self._taken += 1
             wait_until(partial(self._late, ranks), "send a chunk", wait, deadline())
             yield number
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
+            base.finish_stream(self.device)
             for counters in self._counters.values():
                 counters[1 + self._worker] = self._taken
 
@@ -293,8 +291,7 @@ class IpcReceiver(base.TransportReceiver):
         return [f"trainer rank {rank}" for rank in ranks if self._counters[rank][0] < self._taken]
 
     def close(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # a failed push may still read memory unmapped below
+        base.finish_stream(self.device)  # a failed push may still read memory unmapped below
         self._counters = {}
         self._open.clear()
 

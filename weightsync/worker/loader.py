@@ -30,7 +30,7 @@ from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
 from weightsync.planning.layout import Manifest, ShardLocation, itemsize
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
-from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait
+from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait, finish_stream
 from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel, any_worker
@@ -246,7 +246,7 @@ class Receiver:
             checked = time.perf_counter()
             if self._plan is not None:
                 self._plan.verifier.finish()
-            _synchronise(self._model.device)
+            finish_stream(self._model.device)
         verify_s = done.verify_s + started - loaded + time.perf_counter() - checked
         self.loaded = replace(done, load_s=done.load_s + checked - started, verify_s=verify_s)
         return self.loaded
@@ -265,7 +265,7 @@ class Receiver:
         started = time.perf_counter()
         with self._model.scope():
             is_refreshed = self._model.refresh_derived_state()
-            _synchronise(self._model.device)
+            finish_stream(self._model.device)
             if is_refreshed:
                 self._check_addresses()
         if self._plan is None or self._plan.is_whole_push:
@@ -494,8 +494,3 @@ def _await_cause(wait: Wait, deadline: Deadline) -> None:
     while not deadline.passed():
         wait(timeouts.CHUNK_LOOK_S)
     raise PeerError("another worker of this engine failed, and the trainer did not send its error")
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
