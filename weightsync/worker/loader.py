@@ -13,7 +13,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -43,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 Tell = Callable[[Exception], object]
 """A function that tells the trainer of an error before it is raised."""
+NewDeadline = Callable[[], Deadline]
+"""A function for the deadline of a wait. The wait begins with the call."""
 
 
 class Receiver:
@@ -125,7 +126,7 @@ class Receiver:
             arrivals = submit("arrivals", partial(Arrivals, self._model, self._traced, source, message))
             with _fail_together(self._model, wait, deadline, tell):
                 source.connect(message.storages, message.fields, wait, deadline)
-                plan = _BoundPlan(self._model, self._traced, source, message, arrivals)
+                plan = _BoundPlan(arrivals.result(), message)
             plan.bind()
         self._plan = plan
 
@@ -208,7 +209,7 @@ class Receiver:
                 self._model.check_requests()
                 self._clear_kv_cache = self._model.search_kv_cache()
 
-    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell = lambda error: None) -> Done:
+    def run(self, go: Go, wait: Wait, new_deadline: NewDeadline, tell: Tell = lambda error: None) -> Done:
         """Run one whole push, after `begin_push`. The trainer writes exported parameters itself, except for constants.
 
         Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
@@ -296,29 +297,23 @@ class _BoundPlan:
     is_whole_push: the last push had all chunks.
     """
 
-    def __init__(
-        self,
-        model: EngineModel,
-        traced: TracedLoad,
-        source: TransportReceiver,
-        message: Connect,
-        arrivals: Future[Arrivals],
-    ) -> None:
+    def __init__(self, arrivals: Arrivals, message: Connect) -> None:
         self.is_committed = False
         self.is_whole_push = False
-        self._arrivals = arrivals.result()
+        self._arrivals = arrivals
+        source = arrivals.source
         self.changed: ChangedRuns | None = None
         if source.sends_changes:
-            self.changed = ChangedRuns(self._arrivals)
+            self.changed = ChangedRuns(arrivals)
             source.keep_runs(self.changed.kept)
             self.changed.bind()
         self.verifier = Verifier(source, [arrival.runs for arrival in message.chunks], message.in_place)
         self.verifier.prove(message.proof)
-        self.frozen = FrozenDigests(frozen_tensors(model, traced, message) if message.frozen else [])
-        in_place = InPlace(self._arrivals)
+        self.frozen = FrozenDigests(_frozen_tensors(arrivals, message) if message.frozen else [])
+        in_place = InPlace(arrivals)
         self.buffers = in_place.buffers
         kinds = FusedQuantize, ReloadPath, NativeLoader
-        self._paths: list[LoadPath] = [in_place, *(kind(self._arrivals) for kind in kinds)]
+        self._paths: list[LoadPath] = [in_place, *(kind(arrivals) for kind in kinds)]
 
     @property
     def reloads(self) -> bool:
@@ -342,7 +337,7 @@ class _BoundPlan:
         if self.is_whole_push:
             self.frozen.note()
 
-    def run(self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], tell: Tell) -> Done:
+    def run(self, go: Go, wait: Wait, new_deadline: NewDeadline, tell: Tell) -> Done:
         """Load every chunk of a push as it arrives, and begin to verify it. `verifier.finish` must follow.
 
         Workers agree that none of them has failed before they load a chunk with collective steps.
@@ -372,28 +367,16 @@ class _BoundPlan:
         yield
         self._meetings = left
 
-    def _run(
-        self, go: Go, wait: Wait, new_deadline: Callable[[], Deadline], due: Sequence[int], is_first: bool
-    ) -> Done:
-        transfer_s = verify_s = load_s = 0.0
-        nbytes, loaded, source = 0, list[int](), self._arrivals.source
+    def _run(self, go: Go, wait: Wait, new_deadline: NewDeadline, due: Sequence[int], is_first: bool) -> Done:
+        nbytes, load_s, source = 0, 0.0, self._arrivals.source
         self.verifier.begin()
+        loaded, transfer_s, verify_s = self._receive_changes(go, wait, new_deadline)
         since = time.perf_counter()
-        if (changed := self.changed) is not None:
-            changed.clear()
-            changing = self._arrivals.chunks(False)
-            if source.changes(changing, wait, new_deadline, lambda changes: changed.add(changes, go.sample)):
-                loaded += changing
-                transfer_s, since = time.perf_counter() - since, time.perf_counter()
-                changed.finish_checks()
-                verify_s, since = time.perf_counter() - since, time.perf_counter()
-            else:
-                changed.clear()
         with self._meeting(wait, new_deadline()) if NO_CHUNK in self._collective else nullcontext():
             for path in self._paths:
                 path.begin()
-        if changed is not None and loaded:
-            nbytes += self._load_changes(changed, wait, new_deadline)
+        if self.changed is not None and loaded:
+            nbytes += self._load_changes(self.changed, wait, new_deadline)
             load_s, since = time.perf_counter() - since, time.perf_counter()
         for number in source.chunks(due[len(loaded) :], wait, new_deadline):
             if number in self._blocking or (is_first and number in self._first_uses):
@@ -412,7 +395,27 @@ class _BoundPlan:
         self._refuse_unfinished(go.version)
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
 
-    def _load_changes(self, changed: ChangedRuns, wait: Wait, new_deadline: Callable[[], Deadline]) -> int:
+    def _receive_changes(self, go: Go, wait: Wait, new_deadline: NewDeadline) -> tuple[list[int], float, float]:
+        """Receive and check the changed words, if they come in place of chunks.
+
+        Returns these chunks, and the seconds of the transfer and of the checks.
+        """
+        if (changed := self.changed) is None:
+            return [], 0.0, 0.0
+        changing = self._arrivals.chunks(False)
+        started = time.perf_counter()
+        changed.clear()
+        came = self._arrivals.source.changes(
+            changing, wait, new_deadline, lambda changes: changed.add(changes, go.sample)
+        )
+        arrived = time.perf_counter()
+        if not came:
+            changed.clear()
+            return [], arrived - started, 0.0
+        changed.finish_checks()
+        return [*changing], arrived - started, time.perf_counter() - arrived
+
+    def _load_changes(self, changed: ChangedRuns, wait: Wait, new_deadline: NewDeadline) -> int:
         """Write changed words, and load the kept chunks. Return the number of bytes read."""
         nbytes = changed.write()
         in_place, *others = self._paths
@@ -436,12 +439,13 @@ def _check_sizes(manifest: Manifest) -> None:
             raise ManifestError(f"{meta.name}: {why}", mismatched={meta.name: why})
 
 
-def frozen_tensors(model: EngineModel, traced: TracedLoad, message: Connect) -> list[torch.Tensor]:
+def _frozen_tensors(arrivals: Arrivals, message: Connect) -> list[torch.Tensor]:
     """Return the bytes of the live parameters that only the frozen chunks fill. Frozen chunks are the last ones."""
+    trace = arrivals.traced.trace
     frozen = {location.name for arrival in message.chunks[-message.frozen :] for location in arrival.locations}
-    filled = {copy.param for copy in traced.trace.copies if copy.name in frozen}
-    filled |= {param for param, names in traced.trace.computed.items() if names and frozen.issuperset(names)}
-    live = named_tensors(model.live)
+    filled = {copy.param for copy in trace.copies if copy.name in frozen}
+    filled |= {param for param, names in trace.computed.items() if names and frozen.issuperset(names)}
+    live = named_tensors(arrivals.model.live)
     # Post-processing may have replaced the parameter. Sleep discards both, so checking the replacement suffices.
     lying = [live[name].data for name in sorted(filled) if name in live and live[name].is_contiguous()]
     return [each.reshape(-1).view(torch.uint8) for each in lying]
