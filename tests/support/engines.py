@@ -357,6 +357,9 @@ class PipeEngine(CalledEngine):
         self._calls = calls
         self._one_at_a_time = threading.Lock()
 
+    def is_alive(self) -> bool:
+        return self._call("is_alive") is True
+
     def _call(self, method: str, *args: Any) -> Any:
         with self._one_at_a_time:
             try:

@@ -107,7 +107,7 @@ class QueueingEngine(Engine, Protocol):
 
 
 class CalledEngine(ABC):
-    """An `Engine` that forwards each method to another object, by the method's name."""
+    """An `Engine` that forwards its methods to another object, by the method's name. A subclass has `is_alive`."""
 
     def init(self, init_info: dict[str, Any]) -> None:
         self._call("init", init_info)
@@ -136,9 +136,6 @@ class CalledEngine(ABC):
     def version(self) -> str | None:
         version: str | None = self._call("version")
         return version
-
-    def is_alive(self) -> bool:
-        return self._call("is_alive") is True
 
     @abstractmethod
     def _call(self, method: str, *args: Any) -> Any:

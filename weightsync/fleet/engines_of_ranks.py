@@ -193,7 +193,7 @@ class RankEngine(CalledEngine):
         )
 
 
-_METHODS = {"is_paused", *(name for name in vars(CalledEngine) if not name.startswith("_"))}
+_METHODS = {"is_alive", "is_paused", *(name for name in vars(CalledEngine) if not name.startswith("_"))}
 
 
 class _Calls:
