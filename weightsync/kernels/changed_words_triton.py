@@ -99,8 +99,7 @@ def _changed(new, old, own_pair):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_of(new, pair):  # type: ignore[no-untyped-def]
-    values = (new & 0xFFFF) * _weight(2 * pair)
-    values += (new >> 16) * _weight(2 * pair + 1)
+    values = (new & 0xFFFF) * _weight(2 * pair) + (new >> 16) * _weight(2 * pair + 1)
     return tl.sum(tl.sum(values, axis=1), axis=0)
 
 

@@ -22,6 +22,11 @@ class Run(NamedTuple):
     members: list[int]
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number that only the tensors of one storage share. A storage without memory has one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @torch.no_grad()
 def join_runs(tensors: Sequence[torch.Tensor]) -> list[Run]:
     """Return all memory of these tensors, in few runs. Each tensor is in one run."""

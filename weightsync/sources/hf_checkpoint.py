@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
+from weightsync.kernels.runs import storage_of
 from weightsync.planning.alike_layers import alike_layers
 from weightsync.planning.layout import Box, Manifest, TensorMeta, row_major
 from weightsync.planning.single_view import index_of
@@ -193,14 +194,14 @@ def _follow(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, Saved
     with Aliases() as aliases:
         state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
         written = convert(dict(state))
-    by_storage = {_storage(state[meta.name]): meta for meta in tensors}
+    by_storage = {storage_of(state[meta.name]): meta for meta in tensors}
     for storage in aliases.changed:
         by_storage.pop(storage, None)
     found: dict[str, list[tuple[TensorMeta, SavedRegion]]] = {meta.name: [] for meta in tensors}
     for name, tensor in written.items():
         parts: list[tuple[TensorMeta, SavedRegion]] = []
         for view, into in aliases.parts(tensor):
-            source = by_storage.get(_storage(view))
+            source = by_storage.get(storage_of(view))
             if source is None or (region := _region(source.shape, view)) is None:
                 break
             parts.append((source, SavedRegion(*region, into)))
@@ -233,8 +234,8 @@ class Aliases(TorchDispatchMode):
         if func is aten.clone.default:
             return args[0]
         if func._schema.is_mutable:
-            self.changed.add(_storage(args[0]))
-            self._joined.pop(_storage(args[0]), None)
+            self.changed.add(storage_of(args[0]))
+            self._joined.pop(storage_of(args[0]), None)
         result = func(*args, **(kwargs or {}))
         if func in (aten.cat.default, aten.stack.default):
             dim = (args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)) % result.dim()
@@ -244,7 +245,7 @@ class Aliases(TorchDispatchMode):
                 Box(tuple(start if d == dim else 0 for d in range(part.dim())), tuple(part.shape))
                 for part, start in zip(parts, starts, strict=False)
             ]
-            self._joined[_storage(result)] = result, list(zip(parts, boxes, strict=True))  # keeps the ids in use
+            self._joined[storage_of(result)] = result, list(zip(parts, boxes, strict=True))  # keeps the ids in use
         return result
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
@@ -252,7 +253,7 @@ class Aliases(TorchDispatchMode):
 
         Any other tensor is its own only part.
         """
-        whole, parts = self._joined.get(_storage(tensor), (None, []))
+        whole, parts = self._joined.get(storage_of(tensor), (None, []))
         as_joined = whole is not None and (whole.shape, whole.stride()) == (tensor.shape, tensor.stride())
         return parts if as_joined else [(tensor, Box.full(tuple(tensor.shape)))]
 
@@ -291,7 +292,3 @@ def _view(part: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> S
         tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
     )
     return SavedView(part, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

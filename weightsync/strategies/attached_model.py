@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weightsync.errors import ConfigError, PlacementError, UnsupportedError, WeightSyncError
+from weightsync.kernels.runs import storage_of
 from weightsync.net.runtime import describe_device
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, ParametersExported
@@ -166,7 +167,7 @@ def lay_over(
         locals_ = {
             key: strided(memory(ranks.rank, storage), dtype, *view) for key, (storage, dtype, view) in views.items()
         }
-        _set_up_buffers(model, [slot for slot in slots if _key(slot.local) not in views], device)
+        _set_up_buffers(model, [slot for slot in slots if storage_of(slot.local) not in views], device)
         update.meet()
         return AttachedModel(model, [one.engine_instance for one in exports], _install(slots, locals_), replicas)
 
@@ -231,7 +232,9 @@ def _views(
             'memory alone; use transport="ipc"'
         )
     copies = [
-        LoadCopy(p.meta.name, p.box, str(_key(p.tensor)), int(p.tensor.storage_offset()), tuple(p.tensor.stride()))
+        LoadCopy(
+            p.meta.name, p.box, str(storage_of(p.tensor)), int(p.tensor.storage_offset()), tuple(p.tensor.stride())
+        )
         for p in shards
     ]
     try:
@@ -253,7 +256,7 @@ def _views(
     of_tensor = grouped(steps, lambda step: int(step.param))
     found: dict[int, tuple[int, str, View]] = {}
     for slot in slots:
-        steps = of_tensor.get(_key(slot.local), [])
+        steps = of_tensor.get(storage_of(slot.local), [])
         if sum(prod(step.size) for step in steps) != slot.local.numel() or not slot.local.is_contiguous():
             if isinstance(slot.tensor, nn.Parameter):
                 raise ConfigError(
@@ -267,7 +270,7 @@ def _views(
                 f"{slot.key!r} is not one strided region of the engine's memory, and a view needs one; use "
                 'transport="ipc"'
             )
-        found[_key(slot.local)] = steps[0].storage, steps[0].src_dtype, view
+        found[storage_of(slot.local)] = steps[0].storage, steps[0].src_dtype, view
     return found
 
 
@@ -300,10 +303,10 @@ def _install(slots: Sequence[_Slot], locals_: dict[int, torch.Tensor]) -> list[_
     made: dict[int, torch.Tensor] = {}
     placed = []
     for slot in slots:
-        if _key(slot.local) not in locals_:
+        if storage_of(slot.local) not in locals_:
             continue
         if id(slot.tensor) not in made:
-            made[id(slot.tensor)] = _like(slot.tensor, locals_[_key(slot.local)])
+            made[id(slot.tensor)] = _like(slot.tensor, locals_[storage_of(slot.local)])
         slot.tensors[slot.key] = made[id(slot.tensor)]
         placed.append(_Slot(slot.tensors, slot.key, made[id(slot.tensor)]))
     return placed
@@ -355,7 +358,3 @@ def _initialise(model: nn.Module, slots: Sequence[_Slot]) -> None:
                 param._is_hf_initialized = True  # type: ignore[attr-defined]
         module._is_hf_initialized = id(module._buffers) not in blank  # type: ignore[assignment]
     initialise()
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

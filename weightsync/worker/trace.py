@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.errors import UnsupportedError
+from weightsync.kernels.runs import storage_of
 from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import (
     Box,
@@ -262,7 +263,7 @@ class Feed:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta, tensor in self._offered:
-            self.names[_storage(tensor)] = meta
+            self.names[storage_of(tensor)] = meta
             self.current = meta
             yield meta.name, tensor
         # Loaders that collect before they load fail after the last tensor. The blame then is only a guess.
@@ -314,18 +315,18 @@ class _Recorder(TorchDispatchMode):
 
     def _look_up_parameters(self) -> None:
         for name, tensor in named_tensors(self._model).items():
-            if _storage(tensor) not in self._params:
-                self._params[_storage(tensor)] = name
+            if storage_of(tensor) not in self._params:
+                self._params[storage_of(tensor)] = name
                 self._keep.append(tensor)
 
     def _written_parameter(self, target: torch.Tensor) -> str | None:
         """Return the parameter of which `target` is a view. Loaders make some parameters while they load."""
-        if _storage(target) not in self._params:
+        if storage_of(target) not in self._params:
             self._look_up_parameters()
-            if _storage(target) not in self._params:
-                self._params[_storage(target)] = None
+            if storage_of(target) not in self._params:
+                self._params[storage_of(target)] = None
                 self._keep.append(target)
-        return self._params[_storage(target)]
+        return self._params[storage_of(target)]
 
     def _note_write(
         self, func: Any, target: torch.Tensor, param: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -334,7 +335,7 @@ class _Recorder(TorchDispatchMode):
         place = _view(target)
         if func is aten.copy_.default:
             source = args[1]
-            meta = self._feed.names.get(_storage(source))
+            meta = self._feed.names.get(storage_of(source))
             if meta is not None and source.shape == target.shape:
                 boxes = affine_boxes(meta.shape, _view(source), place)
                 if not meta.numel:  # nothing is read of it, but it has a target
@@ -354,14 +355,14 @@ class _Recorder(TorchDispatchMode):
     def note_made(self) -> None:
         """Note the parameters made by the loader from a whole tensor, instead of a copy into a parameter."""
         for name, param in self._model.named_parameters():
-            key = _storage(param)
+            key = storage_of(param)
             meta = self._feed.names.get(key) or self._casts.get(key)
             if meta is not None and tuple(param.shape) == meta.shape:
                 self.copies.append(LoadCopy(meta.name, Box.full(meta.shape), name, 0, row_major(meta.shape)))
 
     def _note_origins(self, func: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _tensors(result):
-            key = _storage(tensor)
+            key = storage_of(tensor)
             if key in self._feed.names or self._params.get(key) is not None:
                 continue
             if names := self._sources(args, kwargs):
@@ -372,7 +373,7 @@ class _Recorder(TorchDispatchMode):
                 self._keep.append(tensor)
             if (
                 func is torch.ops.aten._to_copy.default
-                and (meta := self._feed.names.get(_storage(args[0]))) is not None
+                and (meta := self._feed.names.get(storage_of(args[0]))) is not None
             ):
                 self._casts[key] = meta
 
@@ -383,20 +384,20 @@ class _Recorder(TorchDispatchMode):
         if not (names := self._sources(args, kwargs)):
             return
         for tensor in _written(func, args, kwargs):
-            self._feed.names.pop(_storage(tensor), None)
-            self._origins[_storage(tensor)] = names
+            self._feed.names.pop(storage_of(tensor), None)
+            self._origins[storage_of(tensor)] = names
             self._keep.append(tensor)
 
     def _parameter_read(self, args: tuple[Any, ...], kwargs: dict[str, Any], besides: str | None = None) -> str | None:
         """Return a parameter, not `besides`, behind the values that an operation reads."""
-        keys = [_storage(tensor) for tensor in (*_tensors(args), *_tensors(kwargs))]
+        keys = [storage_of(tensor) for tensor in (*_tensors(args), *_tensors(kwargs))]
         read = (self._params.get(key) or self._read.get(key) for key in keys if key not in self._feed.names)
         return next((param for param in read if param not in (None, besides)), None)
 
     def _sources(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         names: list[str] = []
         for tensor in (*_tensors(args), *_tensors(kwargs)):
-            key = _storage(tensor)
+            key = storage_of(tensor)
             meta = self._feed.names.get(key)
             names += [meta.name] if meta is not None else self._origins.get(key, [])
         return list(dict.fromkeys(names))
@@ -424,10 +425,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _view(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
