@@ -346,7 +346,7 @@ class Ends:
 
     def _state(self) -> list[object]:
         receiver = self._session.receiver
-        return [receiver._traced, receiver._plan, receiver.loaded, receiver.version]
+        return [receiver._planner.traced, receiver._plan, receiver.loaded, receiver.version]
 
     def _serve(self, frames: list[bytes], spoilt: bool = True) -> str:
         """Let the worker answer. Where it has answered a spoilt message, its state is another one."""

@@ -586,7 +586,8 @@ def test_exported_parameters_are_written_in_place_and_mixed_until_the_commit():
     of = dict(host.live.named_parameters()) | dict(host.live.named_buffers())
     written = {tensor.untyped_storage()._cdata: tensor for tensor in of.values()}
     assert len(storages) == len(written)
-    by_number = list(dict.fromkeys(of[copy.param].untyped_storage()._cdata for copy in receiver._traced.trace.copies))
+    copies = receiver._planner.traced.trace.copies
+    by_number = list(dict.fromkeys(of[copy.param].untyped_storage()._cdata for copy in copies))
     for at in locations:
         source = tensors[at.name][tuple(slice(a, a + n) for a, n in zip(at.box.start, at.box.size, strict=True))]
         target = written[by_number[at.storage]].data

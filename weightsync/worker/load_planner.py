@@ -60,12 +60,15 @@ class LoadPlanner:
     """The planner of one model. It lives as long as the engine, and finds groups and addresses once."""
 
     def __init__(self, model: EngineModel) -> None:
+        self.traced: TracedLoad | None = None
+        """The last plan. None before the first `make`, and after one that has failed."""
         self.addresses = Addresses(model, [])
         self.kernels = Kernels(model, [])
         self.outlived: list[object] = []
         """The objects that earlier groups kept alive. Kernels may use them until all weights are loaded anew."""
         self._model = model
-        self._constructed = dict(model.pristine().named_parameters()).keys()
+        self._constructed: frozenset[str] = frozenset()
+        """The parameters of the model before its loader has made any."""
         self._groups: list[ModuleGroup] = []
 
     def make(self, manifest: Manifest, keep: Sequence[str] = ()) -> TracedLoad:
@@ -76,6 +79,12 @@ class LoadPlanner:
         Raises:
             UnsupportedError: The model has modules that cannot be reloaded.
         """
+        self.traced = None
+        self._constructed = self._constructed or frozenset(dict(self._model.pristine().named_parameters()))
+        self.traced = self._make(manifest, keep)
+        return self.traced
+
+    def _make(self, manifest: Manifest, keep: Sequence[str]) -> TracedLoad:
         pristine = self._model.pristine()
         seen, pairs, unfit = trace_quantized(pristine, manifest, self._trace)
         # The drafter's own copies of shared modules are left out: a cold start reads the model's tensors.

@@ -34,7 +34,7 @@ from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel, any_worker
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
-from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
+from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner
 from weightsync.worker.trace import Fill, named_tensors, paddings
 from weightsync.worker.verify import FrozenDigests, Verifier
 
@@ -58,8 +58,7 @@ class Receiver:
         self.state = CLEAN
         self._model = model
         self._kernels = submit("kernels", partial(prepare_kernels, model.device))
-        self._planner: LoadPlanner | None = None
-        self._traced: TracedLoad | None = None
+        self._planner = LoadPlanner(model)
         self._source: TransportReceiver | None = None
         self._plan: _BoundPlan | None = None
         self._constants: list[tuple[Fill, torch.Tensor]] | None = None
@@ -93,13 +92,12 @@ class Receiver:
             ConfigError, ManifestError: No tensor can have such a dtype, or be as large.
             UnsupportedError: The model has modules that cannot be reloaded.
         """
-        if self._traced is None or (self._traced.manifest, self._traced.keep) != (manifest, keep):
+        if (traced := self._planner.traced) is None or (traced.manifest, traced.keep) != (manifest, keep):
             _check_sizes(manifest)
-            self._plan = self._constants = self._traced = None
+            self._plan = self._constants = None
             with self._model.scope():
-                self._planner = self._planner or LoadPlanner(self._model)
-                self._traced = self._planner.make(manifest, keep)
-        return self._traced.answer
+                traced = self._planner.make(manifest, keep)
+        return traced.answer
 
     @collector_paused()
     def connect(self, message: Connect, wait: Wait, deadline: Deadline, tell: Tell = lambda error: None) -> None:
@@ -111,7 +109,7 @@ class Receiver:
             PlacementError, ProtocolError: The chunks do not fit the load plan.
             DigestError: The mapped memory is not the trainer's.
         """
-        if self._traced is None:
+        if (traced := self._planner.traced) is None:
             raise ProtocolError("Connect came before PlanRequest")
         if not 0 <= message.frozen < max(len(message.chunks), 1):
             raise ProtocolError(
@@ -123,7 +121,7 @@ class Receiver:
         self.await_kernels()
         with self._model.scope():
             # In a thread: connecting is mostly waiting for other members, and the copies need the plan alone.
-            arrivals = submit("arrivals", partial(Arrivals, self._model, self._traced, source, message))
+            arrivals = submit("arrivals", partial(Arrivals, self._model, traced, source, message))
             with _fail_together(self._model, wait, deadline, tell):
                 source.connect(message.storages, message.fields, wait, deadline)
                 plan = _BoundPlan(arrivals.result(), message)
@@ -153,9 +151,9 @@ class Receiver:
             UnsupportedError: Modules have parameters in another layout than the loader's.
             PlacementError: Memory cannot be shared.
         """
-        if self._traced is None or self._planner is None:
+        if (traced := self._planner.traced) is None:
             raise ProtocolError("ExportParameters came before PlanRequest")
-        if others := [group.names[0] for group, path in self._traced.load_path.items() if path != IN_PLACE]:
+        if others := [group.names[0] for group, path in traced.load_path.items() if path != IN_PLACE]:
             raise UnsupportedError(
                 f"{len(others)} modules keep their weights in a kernel's format, such as {others[0]}, and a trainer "
                 'cannot share these. Use transport="ipc", or start an unquantised engine on a CPU with '
@@ -167,7 +165,7 @@ class Receiver:
             numbers: dict[int, int] = {}  # by identity of a storage
             storages: list[tuple[int, str, dict[str, Any]]] = []
             locations: list[ShardLocation] = []
-            for copy in self._traced.placed:
+            for copy in traced.placed:
                 storage = live[copy.param].untyped_storage()
                 if storage._cdata not in numbers:
                     numbers[storage._cdata] = len(storages)
@@ -176,7 +174,7 @@ class Receiver:
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             self._planner.locate()  # the first sharing of memory moves it, and no CUDA graph has captured a CPU's
-            fills = paddings(self._model.pristine(), self._traced.trace)
+            fills = paddings(self._model.pristine(), traced.trace)
             self._constants = [(fill, live[fill.param].data) for fill in fills]
         return storages, locations
 
@@ -197,11 +195,11 @@ class Receiver:
                 push has written one.
             EngineError: Requests are between this engine and another.
         """
-        if self._planner is not None and self._traced is not None:
+        if (traced := self._planner.traced) is not None:
             with self._model.scope():
                 self._planner.kernels.check()
-                self._model.check_kept(self._traced.answer.kept)
-                if mixed := sorted(self._unproven.intersection(self._traced.answer.kept)):
+                self._model.check_kept(traced.answer.kept)
+                if mixed := sorted(self._unproven.intersection(traced.answer.kept)):
                     raise UnsupportedError(
                         f"a failed push has left a mixture in {first_few(mixed)}, and this push leaves them alone: "
                         "push the whole model, or restart the engine"
@@ -215,7 +213,7 @@ class Receiver:
         Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
         stays so if this raises.
         """
-        if self._planner is None or (self._plan is None and self._constants is None):
+        if (traced := self._planner.traced) is None or (self._plan is None and self._constants is None):
             raise ProtocolError("Go came before Connect")
         if go.version <= self.version:
             raise ProtocolError(
@@ -225,8 +223,7 @@ class Receiver:
             self.begin_push()
         clear, self._clear_kv_cache = self._clear_kv_cache, None
         self.state, self.loaded = POISONED, None
-        if self._traced is not None:
-            self._unproven |= self._traced.trace.filled()
+        self._unproven |= traced.trace.filled()
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
@@ -261,7 +258,7 @@ class Receiver:
             ProtocolError: This version was not loaded.
             UnsupportedError: A tensor of the engine has moved.
         """
-        if self._planner is None or self.loaded is None or self.loaded.version != version:
+        if self.loaded is None or self.loaded.version != version:
             raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
         started = time.perf_counter()
         with self._model.scope():
@@ -285,7 +282,6 @@ class Receiver:
             self._source = None
 
     def _check_addresses(self) -> None:
-        assert self._planner is not None
         buffers, reloads = ((), False) if self._plan is None else (self._plan.buffers, self._plan.reloads)
         self._planner.addresses.check(buffers, everything=reloads)
 
