@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import ray
@@ -104,8 +103,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
                 "verl's CheckpointEngineManager has not told this trainer of its replicas: call its `update_weights`"
             )
         if self._sync is None:
-            is_stream = _is_stream(weights)
-            self._sync = self._open(is_stream, self._transport, "caller", partial(self._find_servers, is_stream))
+            self._sync = self._open(weights, self._transport, "caller", lambda: self._workers or ())
         report = await self._sync.push_async(weights, label=global_steps)
         return report.metrics()
 
@@ -116,10 +114,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         cache is asleep. vLLM generates nothing until both are awake.
         """
         if self._own_sync is None:
-            is_stream = _is_stream(weights)
             ranks = await asyncio.to_thread(_gather_ranks, self.prepare()["worker"])
-            servers = partial(find_servers, ranks, is_stream)
-            self._own_sync = self._open(is_stream, "ipc", "caller" if sleeps else "keep", servers)
+            self._own_sync = self._open(weights, "ipc", "caller" if sleeps else "keep", lambda: ranks)
         report = await self._own_sync.push_async(weights, label=global_steps)
         return report.metrics()
 
@@ -128,12 +124,12 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         return
         yield
 
-    def _find_servers(self, as_stream: bool) -> list[Any]:
-        return find_servers(self._workers or (), as_stream)
-
-    def _open(self, is_stream: bool, transport: str, pause: str, servers: Callable[[], list[Any]]) -> WeightSync:
+    def _open(self, weights: Weights, transport: str, pause: str, workers: Callable[[], Sequence[str]]) -> WeightSync:
+        """Return the `WeightSync` for such weights, to the replicas of these workers."""
+        is_stream = not isinstance(weights, nn.Module)
         backend: BackendName = "stream" if is_stream else "fsdp"
-        return WeightSync(backend, transport, servers, **{"pause": pause, **self._options})
+        options = {"pause": pause, **self._options}
+        return WeightSync(backend, transport, lambda: find_servers(workers(), is_stream), **options)
 
 
 def _gather_ranks(worker: str) -> list[str]:
@@ -142,10 +138,6 @@ def _gather_ranks(worker: str) -> list[str]:
     ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(ranks, own)
     return [bytes(each.tolist()).hex() for each in ranks]
-
-
-def _is_stream(weights: Weights) -> bool:
-    return not isinstance(weights, nn.Module)
 
 
 def find_servers(workers: Sequence[str], as_stream: bool = False) -> list[Any]:
