@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised_checkpoints
 import tiny_models
 import torch
 import transformers
+from quantised_checkpoints import save_mxfp4
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_source_fsdp import assert_same, rebuilt
@@ -28,6 +32,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from weightsync import save
 from weightsync.checkpoint.sidecars import with_configs
 from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
@@ -61,6 +66,30 @@ def test_what_is_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path):
     assert_same({key: found.pop(key) for key in expected}, expected)
     assert not found
     assert sent(model).keys() == expected.keys()  # once more, from what it remembers
+
+
+DEQUANTISE = {
+    "gpt-oss-wide": lambda: transformers.Mxfp4Config(dequantize=True),
+    "qwen3-blocks": lambda: transformers.FineGrainedFP8Config(dequantize=True),
+    "qwen3-moe-blocks": lambda: transformers.FineGrainedFP8Config(dequantize=True),
+}
+
+
+@pytest.mark.parametrize("name", DEQUANTISE)
+def test_a_dequantised_model_is_sent_as_its_class_is_saved(name: str, tmp_path: Path):
+    """Such as GPT-OSS from its MXFP4 checkpoint, for training. `save_pretrained` itself loses tensors of these."""
+    made, folder = tiny_models.build(name, "A"), tmp_path / "quantised"
+    in_4_bits = name.startswith("gpt-oss")
+    save_mxfp4(made, folder) if in_4_bits else quantised_checkpoints.save(made, "FP8-block", folder)
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, quantization_config=DEQUANTISE[name](), dtype=torch.bfloat16)
+    before = dict(vars(model))
+    made.load_state_dict(model.state_dict())
+    assert_same(dict(sorted(sent(model).items())), written(made, tmp_path / "plain"))
+    assert vars(model) == before
+    save(model, tmp_path / "saved")
+    loaded = kind.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert_same(loaded.state_dict(), model.state_dict())
 
 
 def deep(name: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
@@ -143,6 +172,42 @@ def test_config_of_weights_in_4_bits_says_what_is_saved():
     config, *_ = with_configs(model, None, None, None)
     assert "quantization_config" not in config.to_dict()
     assert model.config.quantization_config.load_in_4bit
+
+
+CODE = """
+import transformers
+
+class TinyConfig(transformers.Qwen3Config):
+    model_type = "tiny-of-its-own"
+
+class Tiny(transformers.Qwen3ForCausalLM):
+    config_class = TinyConfig
+
+TinyConfig.register_for_auto_class()
+Tiny.register_for_auto_class("AutoModelForCausalLM")
+"""
+
+
+def test_a_model_of_remote_code_is_saved_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "code_of_a_model.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = importlib.import_module("code_of_a_model")
+    sizes = {key: value for key, value in tiny_models.CONFIGS["qwen3"]().to_dict().items() if key != "model_type"}
+    model = code.Tiny(code.TinyConfig(**sizes)).bfloat16()
+    save(model, tmp_path / "ours")
+    code.Tiny(code.TinyConfig(**sizes)).bfloat16().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.suffix in (".py", ".json")}
+        for folder in (tmp_path / "ours", tmp_path / "theirs")
+    )
+    assert ours.keys() == theirs.keys() > {"code_of_a_model.py", "config.json"}
+    assert ours["code_of_a_model.py"].read_text() == CODE
+    maps = [json.loads(files["config.json"].read_text())["auto_map"] for files in (ours, theirs)]
+    assert (
+        maps[0]
+        == maps[1]
+        == {"AutoConfig": "code_of_a_model.TinyConfig", "AutoModelForCausalLM": "code_of_a_model.Tiny"}
+    )
 
 
 def sharded_experts(rank: int, folder: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,4 +78,19 @@ def with_configs(model: Model, config: Any, generation_config: Any, tokenizer: A
                 del config.quantization_config  # such weights are saved dequantised
         if generation_config is None and hasattr(getattr(own, "generation_config", None), "save_pretrained"):
             generation_config = own.generation_config
+        if getattr(own_class(own), "_auto_class", None) is not None:  # of `trust_remote_code`
+            return [_ModelCode(own_class(own), config), config, generation_config, tokenizer]
     return [config, generation_config, tokenizer]
+
+
+@dataclass(frozen=True)
+class _ModelCode:
+    """The Python files of a model's class. Saving them enters the class in the config, so they come before it."""
+
+    kind: type[nn.Module]
+    config: Any
+
+    def save_pretrained(self, folder: str) -> None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(self.kind.__new__(self.kind), folder, config=self.config)

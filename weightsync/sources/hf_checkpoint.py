@@ -154,6 +154,8 @@ def _conversion(model: nn.Module) -> _Convert | None:
     if not isinstance(model, PreTrainedModel):
         return None
     built = as_built(model)
+    if getattr(model.config, "quantization_config", None) is None:
+        _forget_quantiser(built)
 
     def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         try:
@@ -164,6 +166,22 @@ def _conversion(model: nn.Module) -> _Convert | None:
             ) from error
 
     return convert
+
+
+def _forget_quantiser(model: Any) -> None:
+    """Give a dequantised model the conversions of its class. Those of its loading would quantise again."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    loaded = getattr(model, "_weight_conversions", None) or ()
+    operations = [type(operation).__module__ for each in loaded for operation in getattr(each, "operations", ())]
+    if any(module.startswith("transformers.integrations.") for module in operations):
+        own = get_model_conversion_mapping(model, add_legacy=False)
+        kept = [each for each in loaded if _is_of_prefix(each)]  # only the loading tells whether names had the prefix
+        model._weight_conversions = kept + [each for each in own if not _is_of_prefix(each)]
+
+
+def _is_of_prefix(conversion: Any) -> bool:
+    return type(conversion).__name__ == "PrefixChange"
 
 
 def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:
