@@ -56,6 +56,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "IA3": lambda: other(peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])),
     "OFT": lambda: other(peft.OFTConfig(target_modules=["q_proj"], r=0, oft_block_size=4)),
     "LoHa": lambda: other(peft.LoHaConfig(target_modules=["q_proj"])),
+    "LoRA and LoHa": lambda: mixed(),
     "convolutions": lambda: peft.get_peft_model(
         Convolutions(), peft.LoraConfig(r=2, target_modules=["line", "plane", "patch"])
     ),
@@ -78,6 +79,13 @@ def two_adapters(**more: Any) -> nn.Module:
     model = wrapped("linear", **more)
     model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], **more))
     model.base_model.set_adapter(["other", "default"])
+    return model
+
+
+def mixed() -> nn.Module:
+    model = peft.get_peft_model(tiny_models.build("qwen3", "A"), peft.LoraConfig(target_modules=["q_proj"]), mixed=True)
+    model.add_adapter("other", peft.LoHaConfig(target_modules=["q_proj", "o_proj"]))
+    model.set_adapter(["default", "other"])
     return model
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.selection import TensorSelection
@@ -361,6 +362,7 @@ def transformers_model() -> None:
         )
         assert_same(rebuilt(wrapped), expected)
     assert_same(rebuilt(DistributedDataParallel(qwen3())), expected)
+    assert_same(rebuilt(AveragedModel(qwen3())), expected)
 
 
 # --- 2 ranks: FSDP1 and DDP

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from weightsync.sources.peft import wrapped_module
 
@@ -78,7 +79,7 @@ def _holds_a_module(module: nn.Module) -> bool:
     """Return whether the module is a trainer's wrapper with its inner module in the attribute `module`."""
     # If DeepSpeed is not imported, no module is its engine.
     engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
-    return isinstance(module, (DistributedDataParallel, DataParallel, engine))
+    return isinstance(module, (DistributedDataParallel, DataParallel, AveragedModel, engine))
 
 
 def modules(model: nn.Module) -> list[nn.Module]:

@@ -29,12 +29,12 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper of PEFT's, without adapters, or None for any other module."""
     if "peft" not in sys.modules:  # not imported: no wrappers
         return None
-    from peft import PeftModel
+    from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     inner: Any = None
-    if isinstance(module, PeftModel):
+    if isinstance(module, (PeftModel, PeftMixedModel)):
         inner = module.base_model
     elif isinstance(module, BaseTuner):
         inner = module.model
@@ -48,7 +48,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
-    """Return PEFT's changes to the tensors of a module, the outermost first.
+    """Return PEFT's changes to the tensors of a module, the innermost first, as PEFT merges them.
 
     shells: the module behind its wrappers, the outermost first.
 
@@ -63,7 +63,7 @@ def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
     from peft.utils.other import TrainableTokensWrapper
 
     found: list[Adapter] = []
-    for shell in shells:
+    for shell in reversed(shells):
         if isinstance(shell, PeftModel) and not isinstance(shell.base_model, BaseTuner):
             kind = shell.active_peft_config.peft_type.value
             raise UnsupportedError(f"the model has a {kind} adapter of PEFT's, which no merge turns into weights")
