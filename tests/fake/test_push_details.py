@@ -121,9 +121,9 @@ def test_tensors_of_odd_shapes_arrive(transport: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, new[name]) for name, tensor in host.live.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", [IpcTransport, NcclTransport])
-def test_a_transport_that_another_sync_uses_is_refused(kind: Callable[[], Transport]) -> None:
-    model, transport = trainer_model(checkpoint(2)), kind()
+@pytest.mark.parametrize("transport", [IpcTransport(), NcclTransport("broadcast")], ids=["ipc", "broadcast"])
+def test_a_transport_that_another_sync_uses_is_refused(transport: Transport) -> None:
+    model = trainer_model(checkpoint(2))
     engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) for _ in range(2)]
     first, second = (WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) for engine in engines)
     with closing(engines[0]), closing(engines[1]), second:

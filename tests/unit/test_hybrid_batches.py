@@ -25,7 +25,7 @@ from weightsync.hybrid.following import check_usable, choose_transport
 from weightsync.hybrid.pool import place
 from weightsync.hybrid.rollout_group import places_of_engines
 
-COUNTS = st.integers(1, 40)
+COUNTS = st.integers(1, 14)
 PARTS = st.integers(1, 9)
 
 

@@ -229,7 +229,7 @@ class ModuleSource(LocalSource):
         Raises `UnsupportedError` for an adapter that cannot be merged, also if `name` is another tensor of its layer.
         """
         prefix, _, tail = name.rpartition(".")
-        for adapter in adapters.get(f"{prefix}.", ()):
+        for adapter in reversed(adapters.get(f"{prefix}.", ())):  # PEFT merges inner layers first
             if adapter.names() and adapter.tail == tail:
                 dtype = getattr(torch, held.dtype)
                 adapter.check(held.shape, dtype, lambda each: self.read_param(each).shape, self._mergeable)

@@ -48,7 +48,7 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
 
 
 def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
-    """Return PEFT's changes to the tensors of a module, the innermost first, as PEFT merges them.
+    """Return PEFT's changes to the tensors of a module, the outermost first.
 
     shells: the module behind its wrappers, the outermost first.
 
@@ -63,7 +63,7 @@ def adapters_around(shells: Sequence[nn.Module]) -> list[Adapter]:
     from peft.utils.other import TrainableTokensWrapper
 
     found: list[Adapter] = []
-    for shell in reversed(shells):
+    for shell in shells:
         if isinstance(shell, PeftModel) and not isinstance(shell.base_model, BaseTuner):
             kind = shell.active_peft_config.peft_type.value
             raise UnsupportedError(f"the model has a {kind} adapter of PEFT's, which no merge turns into weights")
