@@ -82,7 +82,7 @@ def test_a_refused_plan_is_the_error_of_a_push_whose_members_still_meet(
 
 
 def test_a_meeting_that_times_out_after_the_plan_fails_the_push(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine):
-    with WeightSync("fsdp", "broadcast", engine, timeout_s=1.0) as sync:
+    with WeightSync("fsdp", "broadcast", engine, timeout_s=4.0) as sync:
         with monkeypatch.context() as patched:
             patched.setattr(tcp_links, "dial", keep_away)
             with pytest.raises(SyncTimeoutError) as raised:
