@@ -732,6 +732,34 @@ def test_a_parameter_that_is_made_of_no_tensor_is_made_in_every_push(frozen: tup
         assert host.live.counting.numbers.tolist() == [0, 1, 2, 3]
 
 
+class ScalesOnce(TinyEngineModel):
+    """As LongCat-Flash of vLLM 0.31: the loader notes that it has scaled."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        if not getattr(self, "is_scaled", False):
+            self.embed.weight.data *= 2
+            self.is_scaled = True
+
+
+class Sums(TinyEngineModel):
+    """As DeepSeek-V4 of vLLM 0.28: the loader keeps a sum for the forward."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.sums = self.embed.weight.detach().sum(1)
+
+
+@pytest.mark.parametrize(("kind", "what"), [(ScalesOnce, "is_scaled"), (Sums, "sums")])
+def test_a_loader_with_a_memory_of_its_own_is_refused_each_time(kind: type[TinyEngineModel], what: str):
+    host = ModuleHost(kind, checkpoint(1))
+    before = {name: tensor.clone() for name, tensor in host.live.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=rf"loader sets {kind.__name__}\.{what}, apart from the parameters"):
+            MemoryTrainer(host, tensors=checkpoint(2)).push()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in host.live.state_dict().items())
+
+
 class WithEmpty(nn.Module):
     """A parameter without elements, whose tensor never travels, decides with another one what a third becomes."""
 
