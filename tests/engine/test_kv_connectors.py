@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -52,6 +53,14 @@ RESETS: list[tuple[dict[str, Any] | None, str]] = [
     (several(RESETTABLE, EXAMPLE), "ExampleConnector .*has no reset_cache"),
     (several(RESETTABLE, several(NOTHING)), "SaysNothing .*never answers True"),
 ]
+OLDER: list[tuple[tuple[int, int], dict[str, Any], str]] = [
+    ((0, 25), OFFLOADING, ""),
+    ((0, 25), NIXL, ""),
+    ((0, 25), RESETTABLE, "a server of vLLM before 0.26 does not report"),
+    ((0, 25), several(OFFLOADING, RESETTABLE), "a server of vLLM before 0.26 does not report"),
+    ((0, 23), offloading(spec_name="TieringOffloadingSpec"), "not TieringOffloadingSpec"),
+    ((0, 23), offloading(spec_name="CPUOffloadingSpec"), ""),
+]
 KEYS: list[tuple[dict[str, Any] | None, str]] = [
     (None, ""),
     (OFFLOADING, ""),
@@ -64,6 +73,7 @@ KEYS: list[tuple[dict[str, Any] | None, str]] = [
 def find_what_is_refused(engines: Engines) -> None:
     from vllm.config import KVTransferConfig
 
+    from weightsync.vllm import compat
     from weightsync.vllm.kv_connectors import check_adapters, check_resets
 
     sys.path.insert(0, str(Path(__file__).parent))
@@ -76,6 +86,16 @@ def find_what_is_refused(engines: Engines) -> None:
                     check(config)
             else:
                 check(config)
+    for release, given, words in OLDER:
+        older: Any = SimpleNamespace(
+            kv_transfer_config=KVTransferConfig(kv_role="kv_both", **given), ec_transfer_config=None
+        )
+        with mock.patch.object(compat, "release", return_value=release):
+            if words:
+                with pytest.raises(UnsupportedError, match=words):
+                    check_resets(older)
+            else:
+                check_resets(older)
     encoders: Any = SimpleNamespace(ec_connector="ECExampleConnector")
     with pytest.raises(UnsupportedError, match="ECExampleConnector keeps encoder outputs"):
         check_resets(SimpleNamespace(kv_transfer_config=None, ec_transfer_config=encoders))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -172,6 +173,25 @@ def keep_what_a_forward_makes(engines: Engines, attribute: str, value: object) -
 def load_from(engines: Engines, load_format: str) -> None:
     worker = engines.llm.llm_engine.model_executor.driver_worker.worker
     worker.vllm_config.load_config.load_format = load_format
+
+
+def know_older_releases(engines: Engines) -> None:
+    """Stand in for runners and schedulers of releases that are not installed."""
+    from weightsync.vllm import compat
+
+    drafter = torch.nn.Linear(1, 1)
+    for name in ("drafter", "speculator"):  # before 0.26, by the generation of the model runner
+        runner = SimpleNamespace(drafter=None) if name == "speculator" else SimpleNamespace()
+        setattr(runner, name, SimpleNamespace(model=drafter))
+        assert compat.drafter_of(SimpleNamespace(model_runner=runner)) is drafter
+    for release, is_async, drops in (((0, 21), True, True), ((0, 21), False, False), ((0, 22), True, False)):
+        config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+        with mock.patch.object(compat, "release", return_value=release):
+            assert compat.drops_a_token(config) == drops
+
+
+def test_older_releases_are_known(engines: Remote):
+    engines.call(know_older_releases)
 
 
 def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):

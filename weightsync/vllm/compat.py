@@ -32,11 +32,16 @@ _MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale"
 """Attributes that are True if forwards make such values: of a shared expert's gate on AMD, of an encoder in fp8."""
 
 
+def release() -> tuple[int, int] | None:
+    """Return the first two numbers of vLLM's version. None if it has none, as a build of one's own may."""
+    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
 def has_run() -> bool:
     """Return whether weightsync ran with this vLLM, or with one before it and one after it."""
-    release = re.match(r"(\d+)\.(\d+)", vllm.__version__)
     first, last = HAVE_RUN
-    return release is None or first <= (int(release[1]), int(release[2])) <= last
+    return first <= (release() or last) <= last
 
 
 def without_lora(model: nn.Module) -> nn.Module:
@@ -76,7 +81,7 @@ def drafter_of(worker: Any) -> nn.Module | None:
     if hasattr(runner, "get_draft_model"):
         found = runner.get_draft_model()
     else:
-        found = getattr(getattr(runner, "drafter", None), "model", None)
+        found = getattr(getattr(runner, "drafter", None) or getattr(runner, "speculator", None), "model", None)
         found = getattr(found, "unwrap", lambda: found)()
     return found if isinstance(found, nn.Module) else None
 
@@ -300,6 +305,11 @@ def answering(model: nn.Module) -> list[nn.Module]:
     """
     made = [m for m in model.modules() if isinstance(getattr(m, "base_layer", m), LogitsProcessor)]
     return made or [model]
+
+
+def drops_a_token(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM drops the next token of a request that a pause has frozen, as before 0.22."""
+    return (release() or (0, 22)) < (0, 22) and bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
 
 
 def offloads_weights(vllm_config: VllmConfig) -> bool:

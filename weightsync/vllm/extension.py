@@ -49,7 +49,9 @@ class WeightSyncWorkerExtension:
         if session is None:
             worker: Any = self
             drafter = compat.drafter_of(worker)
-            host = VllmModel(worker.vllm_config, worker.model_runner.device, worker.model_runner.model, drafter)
+            # Without the wrapper for CUDA graphs, which hides the model's class.
+            model = worker.model_runner.get_model()
+            host = VllmModel(worker.vllm_config, worker.model_runner.device, model, drafter)
             with suppress(UnsupportedError):  # of a model that no push reaches: the push raises it
                 host.note_start(worker)
             session = self.weightsync_session = WorkerSession(host)

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from weightsync.errors import UnsupportedError
+from weightsync.vllm import compat
 
 _VLLM = "vllm.distributed.kv_transfer."
 _NIXL = {"NixlConnector", "NixlPullConnector", "NixlPushConnector"}
@@ -40,6 +41,8 @@ def check_resets(config: VllmConfig) -> None:
             problem = "has a reset_cache that never answers True"
         elif _is_one_of(connector, {"OffloadingConnector"}) and (stores := _stores_left(extra)):
             problem = f"has a reset_cache that clears CPU memory alone, not {', '.join(stores)}"
+        elif (compat.release() or (0, 26)) < (0, 26) and not _is_one_of(connector, {"OffloadingConnector"}):
+            problem = "may fail to forget them, which a server of vLLM before 0.26 does not report"
         else:
             continue
         raise UnsupportedError(
@@ -93,7 +96,9 @@ def _stores_left(extra: Mapping[str, Any]) -> list[str]:
     """Return the stores left by an OffloadingConnector's `reset_cache`, which answers True: tiers, or a class."""
     tiers = [f"tier {tier.get('type')}" for tier in extra.get("secondary_tiers") or ()]
     own = extra.get("spec_name", "CPUOffloadingSpec")
-    return tiers if own in ("CPUOffloadingSpec", "TieringOffloadingSpec") else [own, *tiers]
+    # Before 0.24 the class for tiers has no reset of its own.
+    known = {"CPUOffloadingSpec", *({"TieringOffloadingSpec"} if (compat.release() or (0, 24)) >= (0, 24) else ())}
+    return tiers if own in known else [own, *tiers]
 
 
 def _connectors(config: KVTransferConfig | None) -> list[tuple[type, KVTransferConfig]]:

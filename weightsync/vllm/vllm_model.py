@@ -111,6 +111,11 @@ class VllmModel:
                 'with load_format="ipc_cache" the parameters are another process\'s memory, and later engines would '
                 "start from pushed weights: start the engine with another load_format"
             )
+        if compat.drops_a_token(config):
+            raise UnsupportedError(
+                "vLLM before 0.22 drops a token of each request that a push interrupts: start the engine with "
+                "async_scheduling=False, or take a newer vLLM"
+            )
         check_resets(config)
         self._handed_over.watch(config.kv_transfer_config)
         supported_quant.check(self.live, config.quant_config, self.device)
