@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -13,7 +14,7 @@ import torch
 import zero
 from quantizers import find_quantizers, need_quantizers
 from ranks import run_ranks
-from test_lora import check, fill_adapters, wrapped
+from test_lora import check, fill_adapters, pieces_of, wrapped
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -214,6 +215,28 @@ def check_four_bits(rank: int, backend: str) -> None:
                 for module in [each for each in model.modules() if hasattr(each, "self_attn")]:
                     fully_shard(module)
                 check(fully_shard(model), expected)
+
+
+def check_loaded(rank: int, folder: str) -> None:
+    """As from a checkpoint that bitsandbytes has packed before, such as those for QLoRA on the hub."""
+    find_quantizers()
+    import transformers
+
+    plain = tiny_models.save(tiny_models.build("qwen3", "A"), Path(folder, "plain"))
+    load, bits = transformers.AutoModelForCausalLM.from_pretrained, transformers.BitsAndBytesConfig
+    first = load(plain, dtype=torch.bfloat16, quantization_config=bits(load_in_4bit=True, bnb_4bit_quant_type="nf4"))
+    first.save_pretrained(Path(folder, "packed"))
+    expected = {name: values for name, _, values, _ in pieces_of(first)}
+    again = load(Path(folder, "packed"), dtype=torch.bfloat16)
+    check(again, expected)
+    in_8_bits = load(plain, dtype=torch.bfloat16, quantization_config=bits(load_in_8bit=True))
+    with pytest.raises(UnsupportedError, match=r"q_proj\.weight is in bitsandbytes' 8 bits, which do not travel"):
+        open_source("fsdp", TensorSelection()).read(in_8_bits)
+
+
+def test_a_model_that_was_saved_in_4_bits_travels_dequantised(tmp_path: Path):
+    need_quantizers()
+    run_ranks(check_loaded, 1, str(tmp_path))
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weightsync.errors import UnsupportedError
 from weightsync.planning.layout import Box
 from weightsync.sources.edits import Whole
 from weightsync.sources.module_tree import walk
@@ -40,11 +41,16 @@ class FourBits:
 
 
 def packed_weights(model: nn.Module) -> dict[str, FourBits]:
-    """Return the packed weights of a model, by name."""
-    layers: Any = getattr(getattr(sys.modules.get("bitsandbytes"), "nn", None), "Linear4bit", None)
+    """Return the packed weights of a model, by name. Raise `UnsupportedError` for weights in 8 bits."""
+    layers: Any = getattr(sys.modules.get("bitsandbytes"), "nn", None)
     found: dict[str, FourBits] = {}
     for prefix, module in walk(model) if layers is not None else ():
-        if isinstance(module, layers):
+        if isinstance(module, layers.Linear8bitLt):
+            raise UnsupportedError(
+                f"{prefix}weight is in bitsandbytes' 8 bits, which do not travel. Load the model in 4 bits or in "
+                'bfloat16, push `model.dequantize()`, or send adapters alone by transport="lora"'
+            )
+        if isinstance(module, layers.Linear4bit):
             param: Any = module._parameters["weight"]
             # `fully_shard` replaces the parameter that had the state.
             state = getattr(param, "quant_state", None) or getattr(module, "quant_state", None)

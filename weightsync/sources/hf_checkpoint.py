@@ -154,8 +154,7 @@ def _conversion(model: nn.Module) -> _Convert | None:
     if not isinstance(model, PreTrainedModel):
         return None
     built = as_built(model)
-    if getattr(model.config, "quantization_config", None) is None:
-        _forget_quantiser(built)
+    _forget_quantiser(built)
 
     def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         try:
@@ -173,8 +172,11 @@ def _forget_quantiser(model: Any) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     loaded = getattr(model, "_weight_conversions", None) or ()
-    operations = [type(operation).__module__ for each in loaded for operation in getattr(each, "operations", ())]
-    if any(module.startswith("transformers.integrations.") for module in operations):
+    modules = {type(operation).__module__ for each in loaded for operation in getattr(each, "operations", ())}
+    is_packed = getattr(model.config, "quantization_config", None) is not None
+    # What bitsandbytes has packed travels dequantised: see four_bits.py.
+    foreign = {"transformers.integrations.bitsandbytes"} & modules if is_packed else modules
+    if any(module.startswith("transformers.integrations.") for module in foreign):
         own = get_model_conversion_mapping(model, add_legacy=False)
         kept = [each for each in loaded if _is_of_prefix(each)]  # only the loading tells whether names had the prefix
         model._weight_conversions = kept + [each for each in own if not _is_of_prefix(each)]

@@ -115,7 +115,8 @@ def find_pairs(
             else:
                 refused[name] = f"the engine holds it in {kept}, and {found}"
         elif comes != kept and (_in_8_bits(comes) or _in_8_bits(kept)):
-            refused[name] = f"it comes in {comes}, and the engine holds it in {kept}; send it in {kept}, or in bfloat16"
+            ways = " or in ".join(dict.fromkeys((kept, "bfloat16")))
+            refused[name] = f"it comes in {comes}, and the engine holds it in {kept}; send it in {ways}"
     return pairs, refused
 
 
