@@ -182,6 +182,14 @@ class WeightSync:
         served = "no push yet" if self.last_report is None else f"last version {self.last_report.version}"
         return f"<WeightSync(backend={backend}, transport={transport}, engine={engines!r}), {served}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._process is not None:
+            raise TypeError(
+                "a WeightSync that has pushed holds connections, and cannot be copied or pickled. Make another one in "
+                "the process that is to push, as by WeightSync.from_config"
+            )
+        return vars(self)
+
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **objects: Any) -> WeightSync:
         """Return the `WeightSync` of a config, such as one read by OmegaConf.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import gc
 import os
@@ -109,6 +110,15 @@ class OddShapes(OneWeight):
     def __init__(self) -> None:
         super().__init__(torch.float32)
         self.scalar, self.empty = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(0, 4))
+
+
+def test_a_sync_that_has_pushed_is_copied_by_nobody() -> None:
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", engine=engine, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        with pytest.raises(TypeError, match="holds connections, and cannot be copied or pickled"):
+            copy.deepcopy(sync)
+        assert sync.push(trainer_model(checkpoint(1))).version == 2
 
 
 @pytest.mark.parametrize("transport", ["ipc", "broadcast", "checkpoint"])
