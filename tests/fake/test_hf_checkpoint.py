@@ -58,7 +58,7 @@ def written(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(tiny_models.save(model, folder) / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+@pytest.mark.parametrize("name", sorted(tiny_models.CONFIGS.keys() - {"gpt-oss-20b"}))  # a wide gpt-oss
 def test_what_is_sent_is_what_save_pretrained_writes(name: str, tmp_path: Path):
     model = tiny_models.build(name, "A")
     expected = written(model, tmp_path)

@@ -12,7 +12,8 @@ from torch import nn
 
 _LARGEST_NBYTES = 4 * 2**20
 """Larger tensors are noted only if they hold zeros. The others are scratch memory."""
-_OF_CACHES = "kv_cache", "_k_scale_cpu", "_v_scale_cpu"
+_OF_CACHES = "kv_cache", "_k_scale_cpu", "_v_scale_cpu", "q_range", "k_range", "v_range"
+"""Attributes of attention for the KV cache and its scales. Every model has some of them."""
 
 Place = tuple[str, str, int]
 """A tensor's module or kernel, its attribute, and its place in the attribute's list."""
