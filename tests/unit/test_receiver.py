@@ -745,6 +745,12 @@ class ScalesOnce(TinyEngineModel):
 class Sums(TinyEngineModel):
     """As DeepSeek-V4 of vLLM 0.28: the loader keeps a sum for the forward."""
 
+    sums: torch.Tensor | None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sums = None
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().load_weights(weights)
         self.sums = self.embed.weight.detach().sum(1)

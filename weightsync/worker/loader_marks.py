@@ -1,7 +1,7 @@
-"""A check for loaders with a memory of their own: tensors and numbers on modules, beside parameters and buffers.
+"""A check for loaders with a memory of their own: flags and tensors on modules, beside parameters and buffers.
 
 A loader may scale a parameter once and note that it has, or sum a weight over a dimension for the forward. The first
-would not be done again, and the second would stay as it is.
+would not be done again, and the second would stay as it is. Numbers are mostly sizes of what a loader makes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from torch import nn
 from weightsync.errors import UnsupportedError, first_few
 from weightsync.worker.reload import ABSENT
 
-_OF_TORCH = {"_parameters", "_buffers", "_modules"}
-_KINDS = (bool, int, float, str, torch.Tensor)
+_KINDS = (bool, torch.Tensor)
 
 
 @contextmanager
 def refuse_marks(model: nn.Module) -> Iterator[None]:
     """Raise `UnsupportedError` if the context sets such an attribute of a module. Take it back before."""
-    before = [(module, _marks(module)) for module in model.modules()]
-    yield
+    before = [(module, dict(vars(module))) for module in model.modules()]
     found: list[str] = []
-    for module, old in before:
-        for key, value in _marks(module).items():
-            if value is not (was := old.get(key, ABSENT)) and (isinstance(value, torch.Tensor) or value != was):
-                found.append(f"{type(module).__name__}.{key}")
-                vars(module).pop(key) if was is ABSENT else vars(module).update({key: was})
+    try:
+        yield
+    finally:
+        for module, old in before:
+            found += _take_back(module, old)
     if found:
         raise UnsupportedError(
             f"the engine's loader sets {first_few(found)}, apart from the parameters, and a push would leave that as "
@@ -38,5 +36,11 @@ def refuse_marks(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _marks(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH and isinstance(value, _KINDS)}
+def _take_back(module: nn.Module, old: dict[str, Any]) -> list[str]:
+    state = vars(module)
+    new = [key for key, value in state.items() if isinstance(value, _KINDS) and value is not old.get(key, ABSENT)]
+    for key in new:
+        state[key] = old.get(key)
+        if key not in old:
+            del state[key]
+    return [f"{type(module).__name__}.{key}" for key in new]
