@@ -188,7 +188,7 @@ def check_duplicates(pairs: Sequence[tuple[str, str]], held: Sequence[Mapping[st
         raise ManifestError(
             f"the engine ties tensors that differ in the trainer: {_first(wrong)}. Start the engine from this "
             "trainer's checkpoint, with tie_word_embeddings=false in config.json, or tie the trainer's tensors. "
-            "Nothing was written",
+            "PEFT's ensure_weight_tying=True ties copies of modules_to_save. Nothing was written",
             mismatched=wrong,
         )
 
