@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import quantised_checkpoints
 import tiny_models
-from engines import TIMEOUT_S, Answer, Engines, Remote, VllmRemote, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, VllmRemote, answers_around_sleep, assert_same
 
 from weightsync import WeightSync
 
@@ -59,18 +59,8 @@ def test_pushed_equals_cold(engines: Remote, quantization: str) -> None:
 
 
 def sleep_and_push(engines: Engines, quantization: str) -> tuple[Answer, Answer]:
-    """Return what a cold engine answers, and what it answers after a push of other weights, sleep, and a push."""
     start(engines, "A", quantization, enable_sleep_mode=True)
-    cold = engines.ask()
-    trainer = tiny_models.build(MODEL, "B").cuda()
-    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
-        sync.push(trainer)
-        assert engines.ask() != cold
-        tiny_models.fill(trainer, "A")
-        engines.llm.sleep(2)
-        engines.llm.wake_up()
-        sync.push(trainer)
-    return cold, engines.ask()
+    return answers_around_sleep(engines, MODEL)
 
 
 @pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8", "fp8_per_block", "FP8-dynamic"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from engines import TIMEOUT_S, Answer, Engines, Remote, VllmRemote, assert_same
+from engines import TIMEOUT_S, Answer, Engines, Remote, VllmRemote, answers_around_sleep, assert_same
 
 from weightsync import TensorSelection, WeightSync
 from weightsync.errors import EngineAsleepError
@@ -51,19 +51,9 @@ def test_pushed_after_sleep_equals_cold(engines: Remote) -> None:
 
 
 def sleep_with_slopes(engines: Engines) -> tuple[Answer, Answer]:
-    """Return what a cold engine answers, and what it answers after a push of other weights, sleep, and a push."""
     backend = {"backend": "TRITON_ATTN"}  # FlashAttention takes slopes in its version 2 alone
     engines.start(engines.checkpoint("bloom", "A"), enable_sleep_mode=True, attention_config=backend)
-    cold = engines.ask()
-    trainer = tiny_models.build("bloom", "B").cuda()
-    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
-        sync.push(trainer)
-        assert engines.ask() != cold
-        tiny_models.fill(trainer, "A")
-        engines.llm.sleep(2)
-        engines.llm.wake_up()
-        sync.push(trainer)
-    return cold, engines.ask()
+    return answers_around_sleep(engines, "bloom")
 
 
 def test_slopes_of_alibi_outlive_sleep_of_level_2(tmp_path: Path) -> None:

@@ -277,6 +277,22 @@ def sleep_mode() -> AbstractContextManager[object]:
     return mock.patch.multiple(platform, create=True, **can)
 
 
+def answers_around_sleep(engines: Engines, model: str) -> tuple[Answer, Answer]:
+    """Return what an engine of "A" answers cold, and after a push of "B", sleep of level 2 and a push of "A"."""
+    from weightsync import WeightSync
+
+    cold = engines.ask()
+    trainer = tiny_models.build(model, "B").cuda()
+    with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer)
+        assert engines.ask() != cold
+        tiny_models.fill(trainer, "A")
+        engines.llm.sleep(2)
+        engines.llm.wake_up()
+        sync.push(trainer)
+    return cold, engines.ask()
+
+
 def session_of(engines: Engines) -> Any:
     """The `WorkerSession` of an engine's worker in this process."""
     worker = engines.llm.llm_engine.model_executor.driver_worker.worker
