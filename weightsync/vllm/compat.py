@@ -38,6 +38,11 @@ def release() -> tuple[int, int] | None:
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
+def is_before(major: int, minor: int) -> bool:
+    """Return whether this vLLM is older than a release. False for a build without a version."""
+    return (release() or (major, minor)) < (major, minor)
+
+
 def has_run() -> bool:
     """Return whether weightsync ran with this vLLM, or with one before it and one after it."""
     first, last = HAVE_RUN
@@ -309,7 +314,7 @@ def answering(model: nn.Module) -> list[nn.Module]:
 
 def drops_a_token(vllm_config: VllmConfig) -> bool:
     """Return whether vLLM drops the next token of a request that a pause has frozen, as before 0.22."""
-    return (release() or (0, 22)) < (0, 22) and bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+    return is_before(0, 22) and bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
 
 
 def offloads_weights(vllm_config: VllmConfig) -> bool:

@@ -41,7 +41,7 @@ def check_resets(config: VllmConfig) -> None:
             problem = "has a reset_cache that never answers True"
         elif _is_one_of(connector, {"OffloadingConnector"}) and (stores := _stores_left(extra)):
             problem = f"has a reset_cache that clears CPU memory alone, not {', '.join(stores)}"
-        elif (compat.release() or (0, 26)) < (0, 26) and not _is_one_of(connector, {"OffloadingConnector"}):
+        elif compat.is_before(0, 26) and not _is_one_of(connector, {"OffloadingConnector"}):
             problem = "may fail to forget them, which a server of vLLM before 0.26 does not report"
         else:
             continue
@@ -97,8 +97,8 @@ def _stores_left(extra: Mapping[str, Any]) -> list[str]:
     tiers = [f"tier {tier.get('type')}" for tier in extra.get("secondary_tiers") or ()]
     own = extra.get("spec_name", "CPUOffloadingSpec")
     # Before 0.24 the class for tiers has no reset of its own.
-    known = {"CPUOffloadingSpec", *({"TieringOffloadingSpec"} if (compat.release() or (0, 24)) >= (0, 24) else ())}
-    return tiers if own in known else [own, *tiers]
+    is_known = own == "CPUOffloadingSpec" or (own == "TieringOffloadingSpec" and not compat.is_before(0, 24))
+    return tiers if is_known else [own, *tiers]
 
 
 def _connectors(config: KVTransferConfig | None) -> list[tuple[type, KVTransferConfig]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import UnsupportedError, first_few
-from weightsync.worker.reload import ABSENT
+from weightsync.worker.reload import ABSENT, attributes_of
 
 _KINDS = (bool, torch.Tensor)
 
@@ -22,13 +22,11 @@ _KINDS = (bool, torch.Tensor)
 @contextmanager
 def refuse_marks(model: nn.Module) -> Iterator[None]:
     """Raise `UnsupportedError` if the context sets such an attribute of a module. Take it back before."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    found: list[str] = []
+    before = [(module, attributes_of(module)) for module in model.modules()]
     try:
         yield
     finally:
-        for module, old in before:
-            found += _take_back(module, old)
+        found = [mark for module, old in before for mark in _take_back(module, old)]
     if found:
         raise UnsupportedError(
             f"the engine's loader sets {first_few(found)}, apart from the parameters, and a push would leave that as "
@@ -37,10 +35,9 @@ def refuse_marks(model: nn.Module) -> Iterator[None]:
 
 
 def _take_back(module: nn.Module, old: dict[str, Any]) -> list[str]:
-    state = vars(module)
-    new = [key for key, value in state.items() if isinstance(value, _KINDS) and value is not old.get(key, ABSENT)]
+    now = attributes_of(module).items()
+    new = [key for key, value in now if isinstance(value, _KINDS) and value is not old.get(key, ABSENT)]
     for key in new:
-        state[key] = old.get(key)
-        if key not in old:
-            del state[key]
+        del vars(module)[key]
+    vars(module).update({key: old[key] for key in new if key in old})
     return [f"{type(module).__name__}.{key}" for key in new]
