@@ -80,6 +80,31 @@ def test_pushed_equals_cold(engines: Remote, tmp_path: Path, kind: str, task: st
     engines.call(push_and_compare, kind, task, tmp_path, timeout_s=240)
 
 
+def push_between_chunks(engines: Engines, folder: Path) -> None:
+    from vllm import PoolingParams
+
+    model = build("token classifier")
+    checkpoint = save(model, folder / "A")
+    tiny_models.fill(model, "B")
+    start(engines, save(model, folder / "B"))
+    cold = ask(engines, "token_classify")[-1]
+    start(engines, checkpoint, max_num_batched_tokens=16, max_num_seqs=4, enable_chunked_prefill=True)
+    engine = engines.llm.llm_engine
+    engine.add_request("long", {"prompt_token_ids": PROMPTS[-1]}, PoolingParams(task="token_classify"))
+    assert not engine.step()
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    engines.sync.push(model)
+    while not (outputs := engine.step()):
+        pass
+    assert len(PROMPTS[-1]) > 2 * 16
+    torch.testing.assert_close(outputs[0].outputs.data.float().flatten(), torch.tensor(cold), atol=0.01, rtol=0.01)
+
+
+def test_a_push_between_the_chunks_of_a_request(engines: Remote, tmp_path: Path):
+    """VLLM keeps the rows of chunks that it has computed, also of a request that it computes again."""
+    engines.call(push_between_chunks, tmp_path, timeout_s=240)
+
+
 def push_without_a_bias(engines: Engines, folder: Path) -> str:
     """Push to a classifier whose checkpoint has a bias, as some on the hub have. Transformers' class has none."""
     from safetensors.torch import load_file, save_file

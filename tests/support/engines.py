@@ -213,6 +213,9 @@ class Engines:
     def start(self, checkpoint: Path, **options: Any) -> None:
         """Start an `LLM`, `self.llm`, after ending the one that runs."""
         self.end()
+        from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
+        set_cudagraph_capturing_enabled(True)  # vLLM's V1 runner forbids it at its end, and its V2 runner inherits that
         zygote.freeze()  # or each end of an engine looks through all that the process has imported since the zygote
         try:
             self.llm = self._vllm.LLM(**in_this_process({**self.options(checkpoint), **options}))

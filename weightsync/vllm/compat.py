@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -310,6 +310,19 @@ def answering(model: nn.Module) -> list[nn.Module]:
     """
     made = [m for m in model.modules() if isinstance(getattr(m, "base_layer", m), LogitsProcessor)]
     return made or [model]
+
+
+def pooling_requests(worker: Any) -> Mapping[str, Any]:
+    """Return a live view of a worker's pooling requests by id. Empty with vLLM's V2 runner, which drops rows itself."""
+    runner = worker.model_runner
+    return getattr(runner, "requests", {}) if getattr(runner, "is_pooling_model", False) else {}
+
+
+def drop_earlier_rows(pooling_requests: Mapping[str, Any]) -> None:
+    """Drop the rows of preempted requests before their first chunk runs again. vLLM would answer with rows twice."""
+    for request in pooling_requests.values():
+        if not request.num_computed_tokens and request.pooling_states is not None:
+            request.pooling_states.clean()
 
 
 def drops_a_token(vllm_config: VllmConfig) -> bool:

@@ -68,6 +68,7 @@ class VllmModel:
         self._constants: NotedConstants | None = None  # of an engine that can sleep
         self._constructed: dict[Place, torch.Size] = {}
         self._last_layers: list[str] = []
+        self._pooled: Mapping[str, Any] = {}
         self._handed_over = HandedOver()
         parallel = vllm_config.parallel_config
         core = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
@@ -196,7 +197,8 @@ class VllmModel:
         self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
 
     def note_start(self, worker: Any) -> None:
-        """Note the values of parameters and constants if this vLLM worker can sleep and never has."""
+        """Note a vLLM worker's pooling requests, and before its first sleep, values at risk there."""
+        self._pooled = compat.pooling_requests(worker)
         if self.may_discard and compat.has_never_slept(worker):
             self._at_start = digests_of(self._parameters())
             self._constants = NotedConstants(self._models, ["", DRAFTER])
@@ -236,6 +238,7 @@ class VllmModel:
         def before(*_: Any) -> None:
             check()
             self._handed_over.forget_expired()
+            compat.drop_earlier_rows(self._pooled)
 
         for module in compat.answering(self._model):
             module.register_forward_pre_hook(before)
