@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def axes(**more) -> Namespace:
 )
 def test_a_shape_has_as_many_parameters_as_its_model(shape, parameters, tmp_path):
     tensors = checkpoint_tensors(write_config(shape, tmp_path))[1]
-    assert sum(tensor.nbytes for tensor in tensors) // 2 == parameters
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == parameters  # some are float32 in newer transformers
 
 
 def test_a_checkpoint_of_a_tied_model_has_its_embedding_once(tmp_path):
