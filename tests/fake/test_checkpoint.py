@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -40,7 +39,7 @@ from weightsync import (
 )
 from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.safetensors import INDEX, runs
-from weightsync.checkpoint.shard_files import check_seen, memory_of
+from weightsync.checkpoint.shard_files import check_seen
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -508,14 +507,3 @@ def push_sharded(rank: int, folder: str) -> None:
 def test_two_ranks_write_their_uneven_shards_at_once(tmp_path: Path):
     run_ranks(push_sharded, 2, str(tmp_path))
     assert names_in(tmp_path) == [".lock", "version-00000001", "version-00000002"]
-
-
-def test_bytes_keep_the_tensor_alive_that_they_are_of():
-    data = torch.arange(10, dtype=torch.uint8)
-    alive = weakref.ref(data)
-    memory = memory_of(data)
-    del data
-    assert alive() is not None
-    assert bytes(memory) == bytes(range(10))
-    del memory
-    assert alive() is None

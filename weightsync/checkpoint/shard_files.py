@@ -7,7 +7,6 @@ disk would kill the trainer by a signal instead of an error.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -85,7 +84,7 @@ def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, t
             if name not in files:
                 files[name] = stack.enter_context(opened_plain(folder / name, os.O_RDWR))
             values = region.to(device="cpu", dtype=getattr(torch, meta.dtype)).contiguous()
-            memory = memory_of(values.view(-1).view(torch.uint8))
+            memory = values.view(-1).view(torch.uint8).numpy().data
             length, starts = runs(meta.shape, location.box)
             nbytes = length * itemsize(meta.dtype)
             for number, start in enumerate(starts):
@@ -113,13 +112,6 @@ def publish(incoming: Path, target: Path) -> None:
             sync_path(path)
         incoming.rename(target)
         sync_path(target.parent)
-
-
-def memory_of(data: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous 1-D uint8 tensor on a CPU. They keep it alive."""
-    memory = (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())
-    memory.tensor = data  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
 
 
 def _write_at(fd: int, data: memoryview, at: int) -> None:

@@ -184,7 +184,7 @@ class _ShardWriter:
             regions = ((p, base.strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
             shard_files.write(self.folder(), self._shards, regions)
             if sample is not None:
-                digest = bytes(shard_files.memory_of(self._slot[section.end - base.DIGEST_BYTES : section.end]))
+                digest = self._slot[section.end - base.DIGEST_BYTES : section.end].numpy().tobytes()
         shard_files.append(_progress(self._incoming, self._rank), digest)
 
 
@@ -222,7 +222,7 @@ class FilesReceiver(base.TransportReceiver):
             on_gpu = self.device.type == "cuda"
             self._read_into = torch.empty(told.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             self._slot = torch.empty_like(self._read_into, device=self.device) if on_gpu else self._read_into
-            self._memory = shard_files.memory_of(self._read_into)
+            self._memory = self._read_into.numpy().data
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         return self._slot

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weightsync.checkpoint.shard_files import memory_of
 from weightsync.net.child import free_port
 from weightsync.tools.bench.cases import BROADCAST, DEVICE_COPY, FILE_WRITE, MEMCPY, NIXL_READ, PEER_COPY
 from weightsync.tools.nixl_reads import read_speed
@@ -27,7 +26,7 @@ def measure(folder: Path, gpus: int) -> dict[str, float]:
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
-            file.write(memory_of(data))
+            file.write(data.numpy().data)
             os.fsync(file.fileno())
 
     threads = torch.get_num_threads()
