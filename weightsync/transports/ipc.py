@@ -7,11 +7,11 @@ chunk while the rank fills the next. Counters in shared memory pace both.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from msgspec import Struct
 
@@ -30,6 +30,7 @@ from weightsync.transports.staging import Layout, Packer, arrival, by_rank, lay_
 _COUNTERS = 0
 """Storage number of a rank's counters. Its slots have -1 and -2. Exported tensors count from 1."""
 _CACHE_LINE_BYTES = 64
+_Counters: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class IpcTransport(base.Transport):
@@ -197,7 +198,7 @@ class _SlotSender:
             self._open_files.append(file)
             self.files.append((rank, number, *file.handle()))
             if number == _COUNTERS:
-                self._counters = _Counters(file.data)
+                self._counters = _counters_in(file.data)
             else:
                 self.slots[number] = file.data
 
@@ -260,12 +261,12 @@ class IpcReceiver(base.TransportReceiver):
                 known = (row, open_exported(kind, row, self.device, f"trainer rank {rank}"))
             self._open[rank, number] = known
             if number == _COUNTERS:
-                self._counters[rank] = _Counters(known[1])
+                self._counters[rank] = _counters_in(known[1])
         told = typed(fields, IpcEndpoint)
         self._worker, self._parts, self._taken = told.worker, told.parts, 0
         staging = {rank for ranks in told.parts for rank in ranks or ()}
         for rank in sorted(staging):
-            if rank not in self._counters or not self._counters[rank].has(1 + told.worker):
+            if rank not in self._counters or len(self._counters[rank]) <= 1 + told.worker:
                 raise ProtocolError(f"trainer rank {rank} stages chunks and has no counter for worker {told.worker}")
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
@@ -296,24 +297,13 @@ class IpcReceiver(base.TransportReceiver):
         self._open.clear()
 
 
-class _Counters:
-    """Numbers of staged chunks: at 0 the chunks filled by a rank, at 1, 2, ... the chunks taken by each worker.
+def _counters_in(data: torch.Tensor) -> _Counters:
+    """Return numbers of staged chunks: at 0 the chunks filled by a rank, at 1, 2, ... the chunks taken by each worker.
 
-    Counters grow from push to push. Each has its own cache line.
+    Counters grow from push to push. Each has its own cache line. The array keeps the memory mapped.
     """
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data  # keeps the memory mapped
-        self._words = (ctypes.c_int64 * (data.numel() // 8)).from_address(data.data_ptr())
-
-    def has(self, number: int) -> bool:
-        return number * _CACHE_LINE_BYTES // 8 < len(self._words)
-
-    def __getitem__(self, number: int) -> int:
-        return self._words[number * _CACHE_LINE_BYTES // 8]
-
-    def __setitem__(self, number: int, count: int) -> None:
-        self._words[number * _CACHE_LINE_BYTES // 8] = count
+    size, stride = (data.numel() // _CACHE_LINE_BYTES,), (_CACHE_LINE_BYTES // 8,)
+    return base.strided(data, "int64", 0, size, stride).numpy()
 
 
 def filled(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
