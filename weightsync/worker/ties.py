@@ -30,8 +30,7 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
     """
     first = {other: name for other, name in manifest.tied if name in manifest and other not in manifest}
     places = _places(trace)
-    copies = [copy for copy in trace.copies if copy.name not in first]
-    copies += [
+    named = [
         structs.replace(copy, name=first[copy.name])
         for copy in trace.copies
         if copy.name in first and _place(copy) not in places[first[copy.name]]
@@ -41,13 +40,8 @@ def under_first_names(trace: Trace, manifest: Manifest) -> Trace:
         for other in names:
             if other in first and first[other] not in names:
                 refused[first[other]] = f"the engine computes {param} from {other}, and the trainer ties {other}"
-    return replace(
-        trace,
-        copies=copies,
-        computed={param: [name for name in names if name not in first] for param, names in trace.computed.items()},
-        refused=refused,
-        unknown=[name for name in trace.unknown if name not in first],
-    )
+    kept = without(trace, first)
+    return replace(kept, copies=kept.copies + named, refused=refused)
 
 
 def shared_parameters(model: nn.Module, without: str) -> dict[str, list[str]]:
