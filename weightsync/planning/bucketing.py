@@ -103,9 +103,7 @@ def never_resent(manifest: Manifest, frozen: set[str], groups: Groups) -> frozen
     """
     if not frozen:
         return frozenset()
-    alone = ((name, ("name", name)) for name in manifest.names)
-    by_plan = ((name, ("group", number)) for number, group in enumerate(groups) for name in group)
-    units = connected((*alone, *by_plan))
+    units = _units(manifest, lambda name: name, groups)
     return frozenset(name for names in units if frozen.issuperset(names) for name in names)
 
 
