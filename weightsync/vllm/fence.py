@@ -7,9 +7,10 @@ to.
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from weightsync.net.fence import HEADER, STATUS, VARIABLE, refusal, write_refusal
 
@@ -30,10 +31,5 @@ class Fence:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         sessions = [value for name, value in scope.get("headers", ()) if name == _HEADER]
         problem = refusal(self._path, sessions[0].decode("latin-1")) if sessions and self._path else None
-        if problem is None:
-            await self._app(scope, receive, send)
-            return
-        content = json.dumps(write_refusal(problem)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": STATUS, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        answer = self._app if problem is None else JSONResponse(write_refusal(problem), STATUS)
+        await answer(scope, receive, send)

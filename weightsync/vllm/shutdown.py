@@ -13,6 +13,8 @@ import asyncio
 import re
 from typing import Any
 
+from starlette.responses import PlainTextResponse
+
 from weightsync.net import timeouts
 
 _CALLS = re.compile(
@@ -21,7 +23,7 @@ _CALLS = re.compile(
 )
 """Routes that wait for a call of the engine's core. Those for generation are not among them: vLLM ends these."""
 _UNAVAILABLE = 503
-_BODY = b"the engine has died, or its server is ending"
+_BODY = "the engine has died, or its server is ending"
 
 
 class Shutdown:
@@ -45,5 +47,4 @@ class Shutdown:
                 return
         finally:
             call.cancel()
-        await send({"type": "http.response.start", "status": _UNAVAILABLE})
-        await send({"type": "http.response.body", "body": _BODY})
+        await PlainTextResponse(_BODY, _UNAVAILABLE)(scope, receive, send)
