@@ -27,11 +27,12 @@ from weightsync import ConfigError, ManifestError, TensorSelection, UnsupportedE
 from weightsync.net.update import Update
 from weightsync.sources import open_source
 from weightsync.sources.base import ShardSource
+from weightsync.sources.edits import region
 from weightsync.sources.megatron import MegatronBackend
 from weightsync.sources.quantize import FORMS, QuantizingSource
 from weightsync.strategies import rank_max
 from weightsync.tools.testing import check_source
-from weightsync.tools.testing.assertions import region, same_bytes
+from weightsync.tools.testing.assertions import same_bytes
 
 pytest_plugins = ["engine_fixtures"]
 

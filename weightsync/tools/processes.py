@@ -23,7 +23,7 @@ from weightsync.engines.server import VllmServer
 from weightsync.errors import EngineError, WeightSyncError
 from weightsync.net.child import Child, free_port
 from weightsync.net.runtime import Deadline
-from weightsync.tools.bench.shapes import SHAPES
+from weightsync.tools.bench.shapes import write_config
 
 VOCABULARY = 128
 MAX_TOKENS = 8
@@ -72,10 +72,7 @@ def vllm_version() -> str | None:
 
 def tiny_model(folder: Path, layers: int) -> Path:
     """Write the config.json of a Qwen3 with `layers` layers into `folder`, and return `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {**SHAPES["tiny"], "vocab_size": VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": 512}
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    return folder
+    return write_config("tiny", folder, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=512)
 
 
 def engine_options() -> dict[str, Any]:

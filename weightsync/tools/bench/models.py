@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
 from weightsync.sources.base import Model
+from weightsync.sources.edits import region
 
 
 def source_of(backend: str) -> str:
@@ -61,8 +62,7 @@ def fill(model: Model, backend: str, weights: str, draw: torch.device) -> None:
     for shard in _shards(model, backend):
         if shard.meta.name != name:
             name, whole = shard.meta.name, _values(weights, shard.meta.name, shard.meta.shape, draw)
-        region = zip(shard.box.start, shard.box.size, strict=True)
-        shard.tensor.copy_(whole[tuple(slice(start, start + size) for start, size in region)])
+        shard.tensor.copy_(whole[region(shard.box)])
     if draw.type == "cuda":
         torch.cuda.synchronize()  # peers read on their own streams, and a push must not wait for this
 

@@ -79,10 +79,10 @@ def cut_layers(shapes: Sequence[str], layers: int) -> list[str]:
     return list(found)
 
 
-def write_config(shape: str, folder: Path) -> Path:
-    """Write the config.json of `shape` into `folder`, and return `folder`."""
+def write_config(shape: str, folder: Path, **changes: Any) -> Path:
+    """Write the config.json of `shape` into `folder`, with `changes` to its fields, and return `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], **changes}, indent=2))
     return folder
 
 

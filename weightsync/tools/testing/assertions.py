@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
-from weightsync.planning.layout import Box
 
 PROMPT_S = 10.0
 """Seconds for a wait to end after a reason to."""
@@ -20,11 +19,6 @@ def require(condition: bool, words: str) -> None:
     """Raise `AssertionError` with these words unless the condition holds."""
     if not condition:
         raise AssertionError(words)
-
-
-def region(box: Box) -> tuple[slice, ...]:
-    """Return the index of a box in its tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

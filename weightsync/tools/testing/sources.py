@@ -15,7 +15,8 @@ from weightsync.planning.layout import Box, Manifest, TensorMeta, coverage
 from weightsync.planning.merge import merge_manifests
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, ShardSource, dtype_name
-from weightsync.tools.testing.assertions import region, require, same_bytes
+from weightsync.sources.edits import region
+from weightsync.tools.testing.assertions import require, same_bytes
 
 OpenSource: TypeAlias = Callable[[TensorSelection], ShardSource]
 

@@ -21,8 +21,9 @@ from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta,
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
 from weightsync.sources.base import TensorShard
+from weightsync.sources.edits import region
 from weightsync.strategies.base import locate
-from weightsync.tools.testing.assertions import PROMPT_S, must_end, region, require, same_bytes
+from weightsync.tools.testing.assertions import PROMPT_S, must_end, require, same_bytes
 from weightsync.tools.testing.runner import Mail, run_together
 from weightsync.transports.base import DIGEST_BYTES, LocalTensors, RouteRequest, Transport, TransportReceiver, strided
 from weightsync.transports.proof import MemoryFingerprint
@@ -214,8 +215,7 @@ class _Rank:
             )
         tensors = LocalTensors(locate(shards, mail.rank), self.gather)
         unmapped = sorted({location.name for location, each in tensors.at.items() if not transport.can_map(each)})
-        own = [*tensors.at], unmapped
-        everyone = mail.gather(own, "plan", tuple[list[ShardLocation], list[str]])
+        everyone = mail.gather(([*tensors.at], unmapped), "plan", tuple[list[ShardLocation], list[str]])
         first = transport.invite(self.ranks, self.workers, mail.host) if mail.rank == 0 else []
         to_workers = first[len(self.ranks) :]
         if invited := mail.broadcast(first[: len(self.ranks)], "plan"):
