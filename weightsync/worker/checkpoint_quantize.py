@@ -234,10 +234,8 @@ def renamed(trace: Trace, pairs: dict[str, QuantizedTensors]) -> Trace:
     if not pairs:
         return trace
     source = _sources(pairs)
-    names = (source.get(copy.name, copy.name) for copy in trace.copies)
-    return replace(
-        trace, copies=[structs.replace(copy, name=name) for copy, name in zip(trace.copies, names, strict=True)]
-    )
+    copies = [structs.replace(copy, name=source.get(copy.name, copy.name)) for copy in trace.copies]
+    return replace(trace, copies=copies)
 
 
 def int8_packed(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
