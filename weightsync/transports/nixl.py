@@ -101,22 +101,20 @@ class NixlTransport(MemberTransport):
             if ranks.rank == 0:
                 received = staging.receive_layout(plan, number, SLOTS)
                 for position, worker in enumerate(chain.workers):
-                    told = self._endpoint(chain, position, received)
-                    endpoints[worker] = base.Endpoint(endpoints[worker].storages, told.arrivals, told.fields)
+                    endpoints[worker] = self._endpoint(chain, position, received, endpoints[worker].storages)
         return endpoints
 
-    def _endpoint(self, chain: Chain, position: int, layout: staging.Layout) -> base.Endpoint:
-        """Return the endpoint of a chain's worker, without the places of runs in the ranks' slots."""
+    def _endpoint(self, chain: Chain, position: int, layout: staging.Layout, storages: list[Storage]) -> base.Endpoint:
+        """Return the endpoint of a chain's worker, with the places of runs in the ranks' slots as `storages`."""
         members = [self._ranks.size + worker for worker in chain.workers]
-        before = sorted({rank for those in layout for rank in those})
-        if not position or not before:
-            told = staging.endpoint(layout, [])
-        else:  # the slots of the worker before are laid out alike
+        before = staging.keys_of(layout)
+        fields: dict[str, Any] = {}
+        if position and before:  # the slots of the worker before are laid out alike
             before = [members[position - 1]]
             ends = [max((each.end for each in those.values()), default=0) for those in layout]
-            told = staging.endpoint(layout, [], runs=[[[before[0], 0, end]] if end else [] for end in ends])
+            fields["runs"] = [[[before[0], 0, end]] if end else [] for end in ends]
         behind = members[position + 1 :][:1] if before else []  # workers that read nothing have no slots to try
-        return base.Endpoint([], told.arrivals, {**told.fields, "before": before, "behind": behind})
+        return staging.endpoint(layout, storages, before=before, behind=behind, **fields)
 
     def connect(self, deadline: Deadline) -> None:
         if (sender := self._sender) is None:
