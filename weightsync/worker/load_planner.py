@@ -388,15 +388,12 @@ def _not_kept(trace: Trace, keep: Sequence[str]) -> dict[str, str]:
 def _partial(manifest: Manifest, trace: Trace) -> dict[str, tuple[Box, ...]]:
     """Return the regions read of each tensor that is not read whole, as with tensor parallelism."""
     whole = set().union(*trace.computed.values())
-    regions = {
-        name: tuple(copy.box for copy in copies)
-        for name, copies in grouped(trace.copies, lambda copy: copy.name).items()
-    }
-    return {
-        name: boxes
-        for name, boxes in regions.items()
-        if name not in whole and boxes[0].size != manifest[name].shape and coverage(manifest[name].shape, boxes)[0]
-    }
+    found: dict[str, tuple[Box, ...]] = {}
+    for name, copies in grouped(trace.copies, lambda copy: copy.name).items():
+        boxes, shape = tuple(copy.box for copy in copies), manifest[name].shape
+        if name not in whole and boxes[0].size != shape and coverage(shape, boxes)[0]:
+            found[name] = boxes
+    return found
 
 
 def _region(param: str, boxes: Sequence[Box], held: Mapping[str, torch.Tensor]) -> str:
