@@ -216,8 +216,8 @@ class _Stack:
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
-_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc([12])\.weight(\d+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.linear_fc(?P<linear>[12])\.weight")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc(?P<linear>[12])\.weight(?P<number>\d+)")
 _LEGACY_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
 
 
@@ -367,10 +367,8 @@ class _ChunkReader:
             return [_replicated(f"{self._family.moe}.gate.e_score_correction_bias", local)]
         if name == "mlp.shared_experts.gate_weight":
             return [_replicated("mlp.shared_expert_gate.weight", local)]
-        if (match := _SEQUENTIAL_EXPERT.fullmatch(name)) is not None:
-            return [self._expert(layer, int(match[1]), match[2], local)]
-        if (match := _GROUPED_EXPERT.fullmatch(name)) is not None:
-            return [self._expert(layer, int(match[2]), match[1], local)]
+        if (match := _SEQUENTIAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)) is not None:
+            return [self._expert(layer, int(match["number"]), match["linear"], local)]
         if (match := _LEGACY_EXPERTS.fullmatch(name)) is not None:
             # Experts one after the other, each transposed. The parameter's own shape is (hidden, -1) or (-1, hidden).
             count, hidden = len(layer.mlp.local_expert_indices), self._config.hidden_size
