@@ -83,8 +83,7 @@ class SavedParts:
 
     def of_layer(self, number: int, other: int) -> SavedParts:
         """Return the parts of the same tensor in layer `other`. These are the parts in layer `number`."""
-        names = (f".{other}.".join(meta.name.split(f".{number}.", 1)) for meta in self.metas)
-        metas = (replace_meta(meta, name=name) for meta, name in zip(self.metas, names, strict=True))
+        metas = (replace_meta(meta, name=meta.name.replace(f".{number}.", f".{other}.", 1)) for meta in self.metas)
         return replace(self, metas=tuple(metas))
 
     def views(self, box: Box, stride: tuple[int, ...]) -> list[SavedView]:
