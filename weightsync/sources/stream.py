@@ -111,10 +111,8 @@ class StreamSource:
             self._know(known, held_names(model, self._rank()))
         else:
             self._learn(model)
-        if self._kept is not None:
-            coming, self._kept = _all_of(self._kept), None
-        else:
-            coming = self._pairs(model)
+        coming = self._pairs(model) if self._kept is None else _all_of(self._kept)
+        self._kept = None
         first = next(coming, None)
         if first is not None:
             self._check(first[0], 0)
