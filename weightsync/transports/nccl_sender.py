@@ -165,8 +165,7 @@ class MessageSender(Sender):
         """Go on with the runs of the sender `before`, if all workers have them. `measures`: differences must pay."""
         super().__init__(*options)
         self._encoder: Encoder = before._encoder if isinstance(before, MessageSender) else Encoder(measures)
-        if isinstance(before, MessageSender):
-            self._encoder.reconnect()
+        self._encoder.reconnect()
         self.pushes = self._encoder.pushes
 
     def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
