@@ -41,8 +41,7 @@ class FiniteCheck:
             )
         ranks = update.ranks
         computed = [shard for shard in self._checked.read(model).shards if shard.compute is not None]
-        everyone = ranks.gather([shard.meta.name for shard in computed], "plan", list[str])
-        names = ranks.broadcast(list(dict.fromkeys(name for each in everyone for name in each)), "plan", list[str])
+        names = ranks.broadcast(_of_all(update, [shard.meta.name for shard in computed], "plan"), "plan", list[str])
         for first in range(0, len(names), _AT_ONCE):
             group = names[first : first + _AT_ONCE]
             self._checked.gather(group, update.meet)
