@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from weightsync.vllm import compat
@@ -153,11 +152,10 @@ def _drop_cache_scales(model: nn.Module) -> None:
     A checkpoint may have the scales, and a started engine has no placeholders. The engine's own scales belong to the
     cache, not to the weights, and stay.
     """
-    for module in model.modules():
-        if isinstance(compat.quant_method(module), BaseKVCacheMethod):
-            for name in list(module._parameters):
-                if name.endswith(("_scale", "_zero_point")):
-                    del module._parameters[name]
+    for module in compat.attention_with_loaded_scales(model):
+        for name in list(module._parameters):
+            if name.endswith(("_scale", "_zero_point")):
+                del module._parameters[name]
 
 
 @contextmanager
