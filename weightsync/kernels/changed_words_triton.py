@@ -234,7 +234,7 @@ class FindLaunches:
         pieces = [piece for group in groups for piece in group]
         self._device = pieces[0].new.device
         self._keep_alive = pieces
-        nbytes = np.array([piece.base.numel() * piece.base.element_size() for piece in pieces], dtype=np.int64)
+        nbytes = np.array([piece.base.nbytes for piece in pieces], dtype=np.int64)
         counts = -(-(nbytes // 2) // TILE)
         firsts = counts.cumsum() - counts
         addresses = np.array([(piece.new.data_ptr(), piece.base.data_ptr()) for piece in pieces], dtype=np.int64)
@@ -282,8 +282,8 @@ def _load_writing(device: torch.device) -> None:
 
 def _kind(piece: Piece) -> _Kind:
     casts = _CASTS[piece.base.dtype] if piece.new.dtype != piece.base.dtype else None
-    nbytes = piece.base.numel() * piece.base.element_size()
-    return _Kind(casts, not any(n % _VECTOR_BYTES for n in (piece.new.data_ptr(), piece.base.data_ptr(), nbytes)))
+    numbers = piece.new.data_ptr(), piece.base.data_ptr(), piece.base.nbytes
+    return _Kind(casts, not any(number % _VECTOR_BYTES for number in numbers))
 
 
 class WriteLaunch:

@@ -342,7 +342,7 @@ def _load(model_dir: Path) -> Any:
 
     hf_logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    nbytes = sum(p.nbytes for p in model.parameters())
     free = {number: torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
     number = max(free, key=lambda n: free[n], default=None)
     return model if number is None or free[number] <= 1.2 * nbytes else model.to(torch.device("cuda", number))

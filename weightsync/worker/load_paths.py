@@ -172,7 +172,7 @@ def _copy_all(copies: Sequence[tuple[torch.Tensor, CopyOp, torch.Tensor]]) -> in
     if copies:
         targets = [torch.as_strided(target, op.size, op.dst_stride, op.dst_offset) for target, op, _ in copies]
         torch._foreach_copy_(targets, [seen for _, _, seen in copies])
-    return sum(seen.numel() * seen.element_size() for _, _, seen in copies)
+    return sum(seen.nbytes for _, _, seen in copies)
 
 
 class LoadPath(ABC):
@@ -227,7 +227,7 @@ class InPlace(LoadPath):
                     seen = self._arrivals.view(op)
                     target = torch.as_strided(live[param].data, op.size, op.dst_stride, op.dst_offset)
                     copies[op.chunk].append((target, seen, op.rank))
-                    self._nbytes[op.chunk] += seen.numel() * seen.element_size()
+                    self._nbytes[op.chunk] += seen.nbytes
         self._group_of = {chunk: number for number, chunk in enumerate(copies)}
         self._copies = BatchedCopy(*copies.values(), programs=arrivals.source.copy_programs)
         constants = paddings(self._model.pristine(), traced.trace)
@@ -276,7 +276,7 @@ class FusedQuantize(LoadPath):
         for weight, those in self._views.items():
             found: dict[int, list[WeightPiece]] = defaultdict(list)
             for (op, seen), pieces in zip(those, self._pieces[weight], strict=True):
-                self._nbytes[op.chunk] += seen.numel() * seen.element_size()
+                self._nbytes[op.chunk] += seen.nbytes
                 if weight not in direct:
                     self._parts[op.chunk].append((weight, op, seen))
                 elif pieces is not None:

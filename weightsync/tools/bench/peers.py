@@ -69,7 +69,7 @@ def _native_push(model: nn.Module, backend: str, packed: bool, engines: Engines,
 
     if backend == "ipc":
         # Its buffer must have room for the largest tensor. The default is too small for an 8B model's embedding.
-        buffer = max(_PACKED_BYTES, *(param.numel() * param.element_size() for _, param in params))
+        buffer = max(_PACKED_BYTES, *(param.nbytes for _, param in params))
         how = arguments(send_mode=update, packed=packed, packed_buffer_size_bytes=buffer)
     else:
         assert llm is not None
