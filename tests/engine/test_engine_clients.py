@@ -137,13 +137,26 @@ def test_a_vllm_that_never_ran_is_told_from_the_others(monkeypatch):
 
 
 @pytest.mark.parametrize("given", [{}, {"uva": {"cpu_offload_gb": 1}}, {"prefetch": {"offload_group_size": 2}}])
-def test_weights_on_the_host_are_found(given: dict[str, Any]):
+@pytest.mark.parametrize("tables", [None, False, True])
+def test_weights_on_the_host_are_found(given: dict[str, Any], tables: bool | None):
     from vllm.config.offload import OffloadConfig
 
     from weightsync.vllm import compat
 
-    vllm_config: Any = SimpleNamespace(offload_config=OffloadConfig(**given))
-    assert compat.offloads_weights(vllm_config) == bool(given)
+    engrams = None if tables is None else SimpleNamespace(cpu_offload=tables)
+    vllm_config: Any = SimpleNamespace(offload_config=OffloadConfig(**given), engram_config=engrams)
+    assert compat.offloads_weights(vllm_config) == bool(given or tables)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+def test_scales_of_a_cache_that_a_forward_computes_are_found(dtype: str):
+    from weightsync.vllm import compat
+
+    for cache, found in (({"calculate_kv_scales": True}, "fp8" in dtype), ({"calculate_kv_scales": False}, False)):
+        vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype, **cache))
+        assert compat.computes_cache_scales(vllm_config) == found
+    newer: Any = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype))
+    assert not compat.computes_cache_scales(newer)
 
 
 def test_a_plug_in_refuses_a_vllm_that_has_no_place_for_it():

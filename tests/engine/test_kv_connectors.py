@@ -53,13 +53,17 @@ RESETS: list[tuple[dict[str, Any] | None, str]] = [
     (several(RESETTABLE, EXAMPLE), "ExampleConnector .*has no reset_cache"),
     (several(RESETTABLE, several(NOTHING)), "SaysNothing .*never answers True"),
 ]
-OLDER: list[tuple[tuple[int, int], dict[str, Any], str]] = [
-    ((0, 25), OFFLOADING, ""),
-    ((0, 25), NIXL, ""),
-    ((0, 25), RESETTABLE, "a server of vLLM before 0.26 does not report"),
-    ((0, 25), several(OFFLOADING, RESETTABLE), "a server of vLLM before 0.26 does not report"),
-    ((0, 23), offloading(spec_name="TieringOffloadingSpec"), "not TieringOffloadingSpec"),
-    ((0, 23), offloading(spec_name="CPUOffloadingSpec"), ""),
+OLDER: list[tuple[tuple[int, int], int, dict[str, Any], str]] = [
+    ((0, 25), 1, OFFLOADING, ""),
+    ((0, 25), 1, NIXL, ""),
+    ((0, 25), 1, RESETTABLE, "a server of vLLM before 0.26 does not report"),
+    ((0, 25), 1, several(OFFLOADING, RESETTABLE), "a server of vLLM before 0.26 does not report"),
+    ((0, 23), 1, offloading(spec_name="TieringOffloadingSpec"), "not TieringOffloadingSpec"),
+    ((0, 23), 1, offloading(spec_name="CPUOffloadingSpec"), ""),
+    ((0, 31), 1, RESETTABLE, ""),
+    ((0, 31), 2, OFFLOADING, ""),
+    ((0, 31), 2, RESETTABLE, "before 0.32 reports for the first data parallel core alone"),
+    ((0, 32), 2, RESETTABLE, ""),
 ]
 KEYS: list[tuple[dict[str, Any] | None, str]] = [
     (None, ""),
@@ -86,9 +90,11 @@ def find_what_is_refused(engines: Engines) -> None:
                     check(config)
             else:
                 check(config)
-    for release, given, words in OLDER:
+    for release, cores, given, words in OLDER:
         older: Any = SimpleNamespace(
-            kv_transfer_config=KVTransferConfig(kv_role="kv_both", **given), ec_transfer_config=None
+            kv_transfer_config=KVTransferConfig(kv_role="kv_both", **given),
+            ec_transfer_config=None,
+            parallel_config=SimpleNamespace(data_parallel_size=cores),
         )
         with mock.patch.object(compat, "release", return_value=release):
             if words:

@@ -381,6 +381,7 @@ def test_http_keeps_the_path_of_the_url(server):
         (500, '{"error": {"message": "q_proj is missing"}}', EngineError, "update_weights.*500.*: q_proj is missing"),
         (400, '{"error": "mode must be keep"}', EngineError, "mode must be keep"),
         (422, '{"detail": [{"loc": ["body"]}]}', EngineError, r"\[\{\"loc\": \[\"body\"\]\}\]"),
+        (500, '{"error": "Failed to reset KV cache."}', EngineError, "cache. An open session with streamed input"),
         (500, "", EngineError, "no message"),
         (500, "Internal Server Error", EngineError, "Internal Server Error"),
         (200, "<html>hello</html>", EngineError, "not vLLM's: '<html>"),

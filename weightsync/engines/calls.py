@@ -36,6 +36,8 @@ _NO_PLUG_IN = re.compile(
     r"Weight transfer not configured|Invalid init_info for (?!WeightSync)\w+|Method 'weightsync_\w+' is not implemented"
 )
 _ENGINE_DEAD = "EngineCore encountered an issue"  # the text of vLLM's EngineDeadError
+_BLOCKS_IN_USE = "Failed to reset KV cache"
+_SESSION = '. An open session with streamed input holds blocks as well: end it, or push with pause="abort"'
 
 
 class CallLock:
@@ -135,7 +137,11 @@ def engine_error(text: str, doing: str, who: str) -> EngineError:
     """Return the error for an error text of vLLM."""
     if _ENGINE_DEAD in text:
         return EngineUnreachableError(f"{doing}: the engine is dead; look into its log", who=who)
-    return no_plug_in(text, who) if _NO_PLUG_IN.search(text) else EngineError(f"{doing}: {text}", who=who)
+    if _NO_PLUG_IN.search(text):
+        return no_plug_in(text, who)
+    if _BLOCKS_IN_USE in text:
+        text = text.rstrip(".") + _SESSION
+    return EngineError(f"{doing}: {text}", who=who)
 
 
 def no_plug_in(found: str, who: str) -> EngineError:

@@ -26,8 +26,8 @@ from weightsync.errors import UnsupportedError
 HAVE_RUN = (0, 20), (0, 32)
 """The first and the last vLLM that weightsync ran with. `weightsync.tools.doctor` and setup.py repeat the last."""
 
-_MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache"
-"""Attributes of modules for values that vLLM's first forward makes from weights: in GLM-5 Next, openPangu and FoPE."""
+_MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache", "patch_pos_embed"
+"""Attributes for values that vLLM's first forward makes from weights, in GLM-5 Next, openPangu, FoPE and HunYuan-VL."""
 _MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale"
 """Attributes that are True if forwards make such values: of a shared expert's gate on AMD, of an encoder in fp8."""
 
@@ -332,8 +332,15 @@ def drops_a_token(vllm_config: VllmConfig) -> bool:
 
 def offloads_weights(vllm_config: VllmConfig) -> bool:
     """Return whether the engine reads weights from the host, or copies them from there in each forward."""
-    offload = vllm_config.offload_config
-    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size)
+    offload, tables = vllm_config.offload_config, getattr(vllm_config, "engram_config", None)
+    is_in_part = tables is not None and tables.cpu_offload
+    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size or is_in_part)
+
+
+def computes_cache_scales(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM before 0.28 computes the scales of an 8-bit KV cache, from weights, in its first forward."""
+    cache = vllm_config.cache_config
+    return getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8")
 
 
 def load_format(vllm_config: VllmConfig) -> str:

@@ -41,8 +41,12 @@ def check_resets(config: VllmConfig) -> None:
             problem = "has a reset_cache that never answers True"
         elif _is_one_of(connector, {"OffloadingConnector"}) and (stores := _stores_left(extra)):
             problem = f"has a reset_cache that clears CPU memory alone, not {', '.join(stores)}"
-        elif compat.is_before(0, 26) and not _is_one_of(connector, {"OffloadingConnector"}):
+        elif _is_one_of(connector, {"OffloadingConnector"}):  # its reset does not fail
+            continue
+        elif compat.is_before(0, 26):
             problem = "may fail to forget them, which a server of vLLM before 0.26 does not report"
+        elif compat.is_before(0, 32) and config.parallel_config.data_parallel_size > 1:
+            problem = "may fail to forget them, which vLLM before 0.32 reports for the first data parallel core alone"
         else:
             continue
         raise UnsupportedError(

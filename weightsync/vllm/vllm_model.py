@@ -105,7 +105,13 @@ class VllmModel:
             )
         if compat.offloads_weights(config):
             raise UnsupportedError(
-                "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and offload_group_size"
+                "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and "
+                'offload_group_size. N-gram embeddings stay on the GPU with engram_config={"cpu_offload": False}'
+            )
+        if compat.computes_cache_scales(config):
+            raise UnsupportedError(
+                "vLLM's first forward computes the scales of its 8-bit KV cache from the weights. No later forward "
+                "does: start the engine without calculate_kv_scales"
             )
         if compat.loads_from_another_process(config):
             raise UnsupportedError(
