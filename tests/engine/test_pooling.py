@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -11,7 +12,7 @@ import torch
 from engines import PROMPTS, TIMEOUT_S, Engines, Remote
 
 from weightsync import WeightSync
-from weightsync.errors import UnsupportedError
+from weightsync.errors import EngineError, UnsupportedError
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -103,6 +104,42 @@ def push_between_chunks(engines: Engines, folder: Path) -> None:
 def test_a_push_between_the_chunks_of_a_request(engines: Remote, tmp_path: Path):
     """VLLM keeps the rows of chunks that it has computed, also of a request that it computes again."""
     engines.call(push_between_chunks, tmp_path, timeout_s=240)
+
+
+def embedder_on_a_language_model() -> type:
+    """Return a vLLM class that pools and still has what makes logits, as those of ColQwen and JinaVL."""
+    from vllm.model_executor.layers.pooler.tokwise import pooler_for_token_embed
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    class Embedder(Qwen3ForCausalLM):
+        is_pooling_model = True
+
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            self.pooler = pooler_for_token_embed(vllm_config.model_config.pooler_config)
+
+    return Embedder
+
+
+def fail_to_reset(engines: Engines, folder: Path) -> None:
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model("EmbedderForTest", embedder_on_a_language_model())
+    model = tiny_models.build("qwen3", "A")
+    overrides = {"architectures": ["EmbedderForTest"]}
+    start(engines, save(model, folder / "A"), hf_overrides=overrides)
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+    engines.sync.push(model)
+    assert ask(engines, "token_embed")
+    failing = mock.patch.object(engines.llm, "reset_prefix_cache", return_value=False)
+    with failing, pytest.raises(EngineError, match="could not reset its prefix cache"):
+        engines.sync.push(model)
+    with pytest.raises(EngineError, match="this engine does not answer: it is POISONED"):
+        ask(engines, "token_embed")
+
+
+def test_an_embedder_with_caches_of_other_weights_does_not_answer(engines: Remote, tmp_path: Path):
+    engines.call(fail_to_reset, tmp_path)
 
 
 def push_without_a_bias(engines: Engines, folder: Path) -> str:

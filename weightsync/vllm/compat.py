@@ -304,12 +304,13 @@ def sinks_of(model: nn.Module) -> list[tuple[Any, nn.Parameter]]:
 
 
 def answering(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that every answer passes outside of CUDA graphs: the makers of logits.
+    """Return the modules that every answer passes outside of CUDA graphs: the makers of logits, and a pooler.
 
-    A model without logits is returned itself.
+    A model without them is returned itself.
     """
     made = [m for m in model.modules() if isinstance(getattr(m, "base_layer", m), LogitsProcessor)]
-    return made or [model]
+    pooler = getattr(model, "pooler", None)
+    return [*made, pooler] if isinstance(pooler, nn.Module) else made or [model]
 
 
 def pooling_requests(worker: Any) -> Mapping[str, Any]:
