@@ -91,6 +91,11 @@ class WeightSyncConfig:
         read_selection(self.selection)
         if self.encoding_base is not None and self.encoding is None:
             raise ConfigError(f"encoding_base={self.encoding_base!r} has no effect without an encoding: leave it out")
+        if self.encoding is not None and self.verify == "none":
+            raise ConfigError(
+                f'encoding={self.encoding!r} sends changes to the bytes that an engine has, and verify="none" checks '
+                "none of them: leave one of the two out"
+            )
 
 
 _TYPES = get_type_hints(WeightSyncConfig, include_extras=True)

@@ -124,8 +124,8 @@ class WeightSync:
             other engines stay paused and `POISONED`. After `leave_out_lost()`, the next push goes to the other engines
             alone. "drop" pushes again at once to the other engines. A stream's iterator is used up, so "drop" then
             raises. `PushReport.left_out` names the lost engines. Later pushes include lost engines that answer again.
-        encoding: The form of the bytes, for transport="broadcast". "delta" sends the changes since the last push,
-            "auto" when this is faster. The trainer keeps the last push: see docs/use/slow-links.md. None: all bytes.
+        encoding: The form of the bytes, for transport="broadcast" with `verify`. "delta" sends changes since the last
+            push, "auto" when this is faster. The trainer keeps the last push: see docs/use/slow-links.md. None: all.
         encoding_base: The memory of a GPU trainer for the last push. "device", the default, or "host", pinned.
         non_finite: The action for tensors with NaN or infinity. "warn", the default, pushes such tensors and logs their
             names once the engines generate again. "warn" checks all CPU tensors in each push. All GPU tensors are
@@ -357,10 +357,12 @@ class WeightSync:
         Workers keep mapped memory until the next trainer calls them.
 
         Raises:
-            ConfigError: This process was forked from the connected process.
+            ConfigError: This process was forked from the connected process, or a call of another thread is under way.
         """
         self._check_process()
-        if (cleanup := self._ranks.cleanup) is not None and self._turn.is_over:
+        if not self._turn.is_over:
+            raise ConfigError("this WeightSync is pushing, in another thread or task: close it when that is done")
+        if (cleanup := self._ranks.cleanup) is not None:
             cleanup.result()
         self._strategy.close()
         self._ranks.disconnect()

@@ -202,6 +202,8 @@ def test_the_event_loop_goes_on_during_a_push(engine: RecordedEngine) -> None:
                 await asyncio.sleep(0.01)
             with pytest.raises(ConfigError, match="is pushing already"):
                 sync.push(trainer_model(checkpoint(3)))
+            with pytest.raises(ConfigError, match="close it when that is done"):
+                sync.close()
             loop_went_on.set()
             assert (await pushing).version == 1
             with pytest.raises(WeightSyncError):

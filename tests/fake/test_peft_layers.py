@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from weightsync import TensorSelection, UnsupportedError
 from weightsync.sources import open_source
+from weightsync.sources.base import SteadySource
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{words}")
@@ -205,6 +206,8 @@ def check_four_bits(rank: int, backend: str) -> None:
             model, values = in_four_bits(kind, **adapter)
             expected = with_merged(values, model, **adapter) if adapter else values
             check(model, expected)
+            source = SteadySource(open_source("fsdp", TensorSelection()))
+            assert source.read(model) is source.read(model)
             if kind != "stored as bfloat16":
                 continue
             if backend == "deepspeed":

@@ -734,6 +734,7 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
             lambda sync, model: WeightSync("fsdp", CheckpointTransport("v", restart=True), pause="wait"),
             "pause: no effect with this CheckpointTransport",
         ),
+        (lambda sync, model: WeightSync("fsdp", "broadcast", encoding="delta", verify="none"), "leave one of the two"),
         (lambda sync, model: WeightSync("fsdp", "gloo"), "choose .*CheckpointTransport"),
         (lambda sync, model: WeightSync("ipc", "fsdp"), "choose .*plain modules"),
         (lambda sync, model: WeightSync("fsdp", "single_copy").push(model), "call `attach"),

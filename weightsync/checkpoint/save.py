@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -26,7 +25,7 @@ from weightsync.planning.layout import Manifest, ShardLocation, choose_owners, r
 from weightsync.planning.merge import merge_manifests
 from weightsync.selection import TensorSelection
 from weightsync.sources import BackendOption, open_source
-from weightsync.sources.base import Model, ShardSource, TensorShard
+from weightsync.sources.base import Model, ShardSource, TensorShard, await_writes
 from weightsync.sources.rename import renamed
 
 _BUCKET_BYTES = 256 * 2**20
@@ -142,8 +141,7 @@ def share_out(
     One rank writes each replicated shard. Raises `PlacementError` if the ranks do not hold every tensor in full.
     """
     ranks = update.ranks
-    for gpu in {shard.tensor.device for shard in shards if shard.tensor.is_cuda}:
-        torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
+    await_writes(shards)
     held = {ShardLocation(s.meta.name, s.box, ranks.rank, 0, 0, row_major(s.box.size), s.meta.dtype): s for s in shards}
     everyone: list[_Held] = ranks.gather(_Held(manifest, list(held)), "plan", _Held)
     answer = None

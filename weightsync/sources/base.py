@@ -126,6 +126,12 @@ def wait_for_copies(is_on_gpus: bool) -> None:
         torch.cuda.synchronize()
 
 
+def await_writes(shards: Iterable[TensorShard]) -> None:
+    """Wait for the GPUs of these shards. The optimizer's writes may be queued on any stream."""
+    for gpu in {shard.tensor.device for shard in shards if shard.tensor.is_cuda}:
+        torch.cuda.synchronize(gpu)
+
+
 def settled(reading: Reading) -> Reading:
     """Return `reading`, once its tensors on the CPU have their values."""
     wait_for_copies(reading.is_on_gpus)

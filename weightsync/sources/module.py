@@ -6,7 +6,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -299,6 +299,12 @@ def adapters_of(model: nn.Module) -> dict[str, list[Adapter]]:
     return found
 
 
+@cache
+def _stand_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return one element, the same each time: a model that has not moved is then read as before."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
 def unpacked(held: LocalParam, weight: FourBits) -> LocalParam:
     """Return this rank's part of a weight in 4 bits as a part of the values. They share no memory with the trainer."""
     per_element = 2 * itemsize(held.dtype)
@@ -308,8 +314,7 @@ def unpacked(held: LocalParam, weight: FourBits) -> LocalParam:
         start = sum(a * step for a, step in zip(box.start, row_major(held.shape), strict=True)) * per_element
         count = min(packed.numel() * per_element, prod(shape) - start)
         if count > 0:  # else the rank has only padding
-            stand_in = torch.empty((), dtype=dtype, device=packed.device).expand(count)
-            parts += flat_parts(shape, start, stand_in)
+            parts += flat_parts(shape, start, _stand_in(dtype, packed.device).expand(count))
     return replace(held, shape=shape, dtype=dtype_name(torch.empty((), dtype=dtype)), parts=parts, edits=(weight,))
 
 

@@ -69,7 +69,7 @@ class UpdateStrategy(Recovery, ABC):
     """One way to make engines serve a new version.
 
     Every rank calls `run`, `catch_up`, `attach` and `writing` together. Every rank calls `explain` and `reset` after a
-    failure. Any rank may call `close` at any time.
+    failure. Any rank may call `close` between them.
     """
 
     adapter: LoraAdapter | None = None

@@ -26,7 +26,7 @@ from weightsync.net.wire import Done, Go
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.transfer_plan import PackedPlan, TransferPlan
 from weightsync.report import EngineReport, Progress, PushReport, WorkerReport
-from weightsync.sources.base import Model, Reading, SteadySource
+from weightsync.sources.base import Model, Reading, SteadySource, await_writes
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import QuantizingSource
 from weightsync.sources.rename import renamed
@@ -330,6 +330,8 @@ class CopyWeights(FleetStrategy):
         """Return the changes of sessions and, on rank 0, each rank's digests for the earlier sessions. Collective."""
         ranks = update.ranks
         holds = reading is self._reading
+        if late:
+            await_writes(reading.shards)
         if late and not (holds and self._memory.is_as_pushed()):
             raise ConfigError(
                 "there is no version to catch up with: the last push failed, or the model was written or moved since. "

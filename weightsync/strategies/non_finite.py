@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from weightsync.errors import ConfigError, NonFiniteError, first_few
 from weightsync.net.update import Update
-from weightsync.sources.base import Model, ShardSource
+from weightsync.sources.base import Model, ShardSource, await_writes
 from weightsync.sources.finite import FiniteSource
 from weightsync.strategies.base import Options
 
@@ -40,7 +40,9 @@ class FiniteCheck:
                 "list, or a function that returns an iterable"
             )
         ranks = update.ranks
-        computed = [shard for shard in self._checked.read(model).shards if shard.compute is not None]
+        shards = self._checked.read(model).shards
+        await_writes(shards)
+        computed = [shard for shard in shards if shard.compute is not None]
         names = ranks.broadcast(_of_all(update, [shard.meta.name for shard in computed], "plan"), "plan", list[str])
         for first in range(0, len(names), _AT_ONCE):
             group = names[first : first + _AT_ONCE]

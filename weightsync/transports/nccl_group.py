@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_W
 When a member dies, NCCL's watchdog would end the process, so the trainer or the engine. With a blocking wait
 `Operation.follow` would wait for a member without a deadline.
 """
+_settings = threading.Lock()
+"""Held while the settings are in the environment. Two groups at once would take each other's for the job's."""
 
 
 class RendezvousStore:
@@ -160,13 +163,14 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options._timeout = timedelta(days=1)  # callers keep the deadlines, on the host
     # High priority: the next chunk's copies start together with this chunk's broadcast, and would delay it.
     options.is_high_priority_stream = True
-    before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
-    os.environ.update(_NCCL_SETTINGS)
-    try:
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _settings:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update(_NCCL_SETTINGS)
+        try:
+            return dist.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
