@@ -8,7 +8,7 @@ from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorker
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.trainer import RayPPOTrainer
-from skyrl.train.utils.utils import initialize_ray
+from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
 from weightsync import WeightSync
 
@@ -22,6 +22,8 @@ class Policy(FSDPPolicyWorkerBase):
         self.weightsync = WeightSync("fsdp", transport, inference_engine_client.server_urls, pause=pause)
 
     async def broadcast_to_inference_engines(self, *_: Any, model_id: str | None = None) -> None:
+        if self.cfg.placement.colocate_all:  # engines would keep the policy's GPU memory mapped
+            self.offload_to_cpu(offload_optimizer=False, offload_model=True)
         await self.weightsync.push_async(self.model.model)
 
 
@@ -43,5 +45,6 @@ def run(config: SkyRLTrainConfig) -> None:
 def main() -> None:
     arguments = [each for each in sys.argv[1:] if not each.startswith("trainer.override_entrypoint=")]
     config = SkyRLTrainConfig.from_cli_overrides(arguments)
+    validate_cfg(config)
     initialize_ray(config)
     ray.get(run.remote(config))

@@ -31,6 +31,19 @@ trl_ranks.preload()
 AS_TRL = {"enforce_eager": False, "logprobs_mode": "processed_logprobs"}
 
 
+class Generation:
+    """TRL's `VLLMGeneration`, without an engine."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def sync_weights(self) -> None:
+        raise AssertionError("weightsync replaces it")
+
+    def generate(self, prompts: str) -> str:
+        return prompts
+
+
 def cold(engines: Engines, checkpoint: Path, options: dict[str, Any]) -> Answer:
     engines.start(checkpoint, **AS_TRL, **options)
     return engines.ask()
@@ -85,7 +98,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ConfigError, match="has no `vllm_generation`; make it with use_vllm=True"):
         trl.attach(object())
-    colocated = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate", sync_weights=None))
+    colocated = SimpleNamespace(vllm_generation=Generation("colocate"))
     for transport in ("single_copy", SingleCopyTransport(), SingleCopyTransport("/run/vllm")):
         with pytest.raises(ConfigError, match=r"steps inside of `writing\(\)`, unlike TRL's"):
             trl.attach(colocated, transport)
@@ -96,10 +109,11 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         trl.attach(colocated, CheckpointTransport("/shared", restart=True))
     with pytest.raises(ConfigError, match="every=0; it must be a whole number from 1 on"):
         trl.PushCallback(object(), every=0)
-    other = SimpleNamespace(vllm_generation=SimpleNamespace(mode="colocate", sync_weights=None))
-    with pytest.raises(UnsupportedError, match=r"has no llm, enable_sleep_mode in its SimpleNamespace"):
+    other = SimpleNamespace(vllm_generation=Generation("colocate"))
+    with pytest.raises(UnsupportedError, match=r"has no llm, enable_sleep_mode in its Generation"):
         trl.attach(other)
-    old = SimpleNamespace(vllm_generation=SimpleNamespace(mode="server", sync_weights=None, vllm_client=object()))
+    old = SimpleNamespace(vllm_generation=Generation("server"))
+    old.vllm_generation.vllm_client = object()
     with pytest.raises(UnsupportedError, match="generates through its own server"):
         trl.attach(old)
     monkeypatch.delattr("trl.generation.vllm_client.VLLMClient.init_communicator")
@@ -114,10 +128,15 @@ def test_an_unknown_release_is_told_of_and_watched(
 
     def attached() -> Any:
         made: list[Any] = []
-        generation = SimpleNamespace(mode="server", sync_weights=None)  # another rank than 0
-        trainer = SimpleNamespace(vllm_generation=generation, is_deepspeed_enabled=False, add_callback=made.append)
+        state = {"_last_loaded_step": 0}  # TRL's note of an evaluation before `attach`
+        trainer = SimpleNamespace(is_deepspeed_enabled=False, add_callback=made.append, **state)
+        trainer.vllm_generation = Generation("server")  # another rank than 0
         trl.attach(trainer, timeout_s=5.0)
-        return made[0]
+        assert vars(trainer).items() >= {"_last_loaded_step": -1}.items()
+        vars(trainer).update(state)
+        made[0].on_train_end(None, None, None)  # with load_best_model_at_end the model has other weights
+        assert vars(trainer).items() >= {"_last_loaded_step": -1}.items()
+        return trainer
 
     with caplog.at_level("INFO", "weightsync.integrations.trl"):
         attached()
@@ -126,10 +145,29 @@ def test_an_unknown_release_is_told_of_and_watched(
         for release in ("1.4.0", "1.17.0", "2.0.0.dev0"):
             monkeypatch.setattr(trl, "version", lambda name, release=release: release)
             caplog.clear()
-            watching = attached()
+            trainer = attached()
             assert f"never with {release}" in caplog.text
-    with pytest.raises(UnsupportedError, match="has trained for a step, and not called"):
-        watching.on_step_end(None, None, None)
+    with pytest.raises(UnsupportedError, match="generates, and has not called"):
+        trainer.vllm_generation.generate("a prompt")
+
+
+@pytest.mark.parametrize(("every", "steps", "best", "pushes"), [(1, 3, False, 4), (2, 3, False, 3), (1, 3, True, 5)])
+def test_a_callback_leaves_the_engine_with_the_models_last_weights(
+    every: int, steps: int, best: bool, pushes: int
+) -> None:
+    from weightsync.integrations.trl import PushCallback
+
+    pushed: list[str] = []
+    callback, args = (
+        PushCallback(SimpleNamespace(push=pushed.append), every),
+        SimpleNamespace(load_best_model_at_end=best),
+    )
+    callback.on_train_begin(args, SimpleNamespace(global_step=0), None, model="first")
+    for step in range(1, steps + 1):
+        callback.on_step_end(args, SimpleNamespace(global_step=step), None, model="trained")
+    callback.on_train_end(args, SimpleNamespace(global_step=steps), None, model="best" if best else "trained")
+    assert len(pushed) == pushes
+    assert pushed[-1] == ("best" if best else "trained")
 
 
 def test_tensors_that_trl_does_not_send_are_explained() -> None:

@@ -61,6 +61,7 @@ def skyrl(rank: int, url: str, colocated: bool) -> None:
     config.trainer.placement.colocate_all = colocated
     worker = object.__new__(Policy)  # its own start wants an accelerator
     worker.cfg, worker._is_lora = config.trainer, False
+    worker.offload_to_cpu = lambda **_: None  # the model is on the CPU
     worker.model = SimpleNamespace(model=tiny_models.shard(tiny_models.build(MODEL, "A")))
     client = RemoteInferenceClient(url, [url], data_parallel_size=1, model_name="policy")
 

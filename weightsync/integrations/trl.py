@@ -7,8 +7,8 @@
 TRL makes the engine and calls `VLLMGeneration.sync_weights` before it generates with a new policy. `attach` replaces
 this method of one trainer by a push. No other trainer of the process changes.
 
-No release of TRL promises these names. `attach` looks for each of them, and the first step shows whether TRL has called
-the replacement.
+No release of TRL promises these names. `attach` looks for each of them, and the first generation shows whether TRL has
+called the replacement.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
 
     Raises:
         ConfigError: The trainer has no engine, or TRL cannot use the transport.
-        UnsupportedError: This release of TRL lacks a name that the push needs. Or, from `train`: TRL has generated for
-            a step without a push.
+        UnsupportedError: This release of TRL lacks a name that the push needs. Or, from `train`: TRL would generate
+            before any push.
     """
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None:
@@ -59,7 +59,7 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
             f"this {type(trainer).__name__} has no `vllm_generation`; make it with use_vllm=True, or push with "
             "PushCallback(WeightSync(backend, transport, engine))"
         )
-    _require(generation, "mode", "sync_weights")
+    _require(generation, "mode", "sync_weights", "generate")
     colocated = generation.mode == "colocate"
     demands = demands_of(transport)
     if demands == "writing":
@@ -91,11 +91,21 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False  # TRL's own flag. Releases before 1.10 do without it
         _report(trainer, sync.push(trainer.model_wrapped))
-        if client is not None and sync.adapter is not None:
-            client.model = sync.adapter.name
+        for asking in (client, getattr(trainer, "teacher_client", None)):  # of SDPO and SDFT, a live teacher
+            if asking is not None and sync.adapter is not None:
+                asking.model = sync.adapter.name
 
-    generation.sync_weights = sync_weights
-    trainer.add_callback(_FirstStep(sync))
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        if sync.last_report is None:
+            raise UnsupportedError(
+                f"TRL {version('trl')} generates, and has not called VLLMGeneration.sync_weights: no weights were "
+                "pushed. Push with PushCallback"
+            )
+        return type(generation).generate(generation, *args, **kwargs)
+
+    generation.sync_weights, generation.generate = sync_weights, generate
+    _expect_push(trainer)
+    trainer.add_callback(_AfterTraining(trainer))
     _warn_of_release()
     logger.info("TRL %s synchronises its weights through %r", version("trl"), sync)
     return sync
@@ -109,18 +119,22 @@ def _report(trainer: Any, report: PushReport) -> None:
             metrics[name].append(value)
 
 
-class _FirstStep(TrainerCallback):
-    """Ends the training if its first step has gone by without a push: TRL then synchronises in another way."""
+def _expect_push(trainer: Any) -> None:
+    """Make TRL synchronise before it generates next, whatever it has noted."""
+    if hasattr(trainer, "_last_loaded_step"):
+        trainer._last_loaded_step = -1
+    if hasattr(trainer, "_last_vllm_sync_step"):
+        trainer._last_vllm_sync_step = -trainer.vllm_sync_frequency
 
-    def __init__(self, sync: WeightSync) -> None:
-        self._sync = sync
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        if self._sync.last_report is None:
-            raise UnsupportedError(
-                f"TRL {version('trl')} has trained for a step, and not called VLLMGeneration.sync_weights: no weights "
-                "were pushed. Push with PushCallback"
-            )
+class _AfterTraining(TrainerCallback):
+    """Lets an evaluation after `train` synchronise: with `load_best_model_at_end` the model has other weights."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        _expect_push(self._trainer)
 
 
 @contextmanager
@@ -181,7 +195,7 @@ class Transfer:
 
 
 class PushCallback(TrainerCallback):
-    """A callback for any trainer of transformers or TRL. It pushes when training begins, and after steps.
+    """A callback for any trainer of transformers or TRL. It pushes when training begins, after steps, and at the end.
 
     Each rank's trainer has a callback with its own `WeightSync`.
 
@@ -204,6 +218,10 @@ class PushCallback(TrainerCallback):
         if state.global_step % self._every == 0:
             self._sync.push(objects["model"])
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if state.global_step % self._every or args.load_best_model_at_end:
+            self._sync.push(objects["model"])
+
 
 def _require(found: Any, *names: str) -> None:
     """Raise `UnsupportedError` if TRL's object lacks one of these names."""
@@ -220,7 +238,7 @@ def _warn_of_release() -> None:
     first, last = _TESTED
     if not first <= tuple(int(part) for part in release.split(".")[:2]) <= last:
         logger.warning(
-            "weightsync ran with TRL %d.%d to %d.%d, and never with %s. The first step shows whether TRL calls it",
+            "weightsync ran with TRL %d.%d to %d.%d, and never with %s. Its first prompt shows whether TRL calls it",
             *first,
             *last,
             release,

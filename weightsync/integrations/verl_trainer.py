@@ -79,6 +79,12 @@ class ShardsWorker(DetachActorWorker):
 class _Trainer(PPOTrainer):
     """A trainer of verl's with `ShardsWorker`s."""
 
+    def __init__(self, config: Any) -> None:
+        # verl compares the mode with its own names, and looks for the mode's settings under its own name.
+        mode = config.trainer.v1.trainer_mode
+        config.trainer.v1.trainer_mode = mode.removeprefix("weightsync_")
+        super().__init__(config)
+
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
         for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & self.role_worker_mapping.keys():
