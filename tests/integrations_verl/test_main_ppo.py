@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pandas
 import pytest
@@ -114,6 +116,22 @@ def test_each_rollout_comes_from_the_trainers_current_weights(tmp_path: Path, ca
     assert measures("training/rollout_actor_probs_pearson_corr", done.stdout) == pytest.approx([1.0] * STEPS, abs=1e-3)
     assert max(measures("training/rollout_probs_diff_max", done.stdout)) < 0.01
     assert min(measures("actor/grad_norm", done.stdout)) > 0.1
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_a_trainer_goes_by_verls_own_name_of_its_mode(mode: str) -> None:
+    """By this name verl chooses its sampler, and finds `parameter_sync_step`."""
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    from weightsync.integrations import verl_trainer
+
+    trainer, own = get_trainer_cls(f"weightsync_{mode}"), get_trainer_cls(mode)
+    assert trainer.__module__ == verl_trainer.__name__
+    config = SimpleNamespace(trainer=SimpleNamespace(v1=SimpleNamespace(trainer_mode=f"weightsync_{mode}")))
+    with mock.patch.object(own, "__init__", autospec=True, return_value=None) as made:
+        trainer(config)
+    made.assert_called_once_with(mock.ANY, config)
+    assert config.trainer.v1.trainer_mode == mode
 
 
 def measures(name: str, log: str) -> list[float]:
