@@ -16,6 +16,11 @@ pytest_plugins = ["engine_fixtures"]
 pytestmark = [pytest.mark.engine, pytest.mark.gpu(1)]
 
 
+def keep_busy() -> None:
+    """Let the current stream wait for over a second."""
+    torch.cuda._sleep(3_000_000_000)  # clock cycles
+
+
 def push_behind_a_busy_stream(engines: Engines) -> tuple[bool, list[Answer]]:
     """Return whether the weights were still to be written when the push began, and what the engine answers."""
     engines.start(engines.checkpoint("qwen3", "A"))
@@ -28,7 +33,7 @@ def push_behind_a_busy_stream(engines: Engines) -> tuple[bool, list[Answer]]:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream), torch.no_grad():
             torch._foreach_copy_([*map(torch.clone, trained)], trained)  # CUDA loads a kernel once nothing runs
-            torch.cuda._sleep(3_000_000_000)  # clock cycles: over a second
+            keep_busy()
             torch._foreach_copy_(list(model.parameters()), trained)
             is_to_come = not stream.query()
             asyncio.run(sync.push_async(model))
@@ -53,7 +58,7 @@ def refuse_behind_a_busy_stream(engines: Engines) -> tuple[bool, list[Answer], l
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream), torch.no_grad():
-            torch.cuda._sleep(3_000_000_000)
+            keep_busy()
             model.lm_head.weight.copy_(spoilt)  # no kernel, which CUDA would load once nothing runs
             is_to_come = not stream.query()
         with pytest.raises(NonFiniteError):
