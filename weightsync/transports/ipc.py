@@ -55,7 +55,7 @@ class IpcTransport(base.Transport):
         if strangers := [each.peer for each in (*workers, *ranks) if each.boot_id != ranks[0].boot_id]:
             raise PlacementError(
                 f"transport {self.name!r} maps memory of one host, but {', '.join(strangers)} runs on another host "
-                'than trainer rank 0; use transport="broadcast", or with shared GPUs CheckpointTransport(folder)'
+                'than trainer rank 0. Use transport="broadcast", or with shared GPUs CheckpointTransport(folder)'
             )
         if any(r.device == "cuda" for r in ranks) and (cpu := [w.peer for w in workers if w.device == "cpu"]):
             raise PlacementError(
