@@ -137,6 +137,21 @@ def replace_a_parameter(engines: Engines) -> None:
     mine.data = kept
 
 
+def add_a_module(engines: Engines) -> None:
+    engines.model.head = nn.Linear(2, 2)
+    with pytest.raises(WeightSyncError, match="2 parameters outside of the engine's memory, and lacks 0"):
+        engines.sync.push(engines.model)
+    del engines.model.head
+
+
+def replace_a_module(engines: Engines) -> None:
+    mlp = engines.model.model.layers[0].mlp
+    kept, mlp.up_proj = mlp.up_proj, nn.Linear(*mlp.up_proj.weight.shape[::-1], bias=False)
+    with pytest.raises(WeightSyncError, match="1 parameters outside of the engine's memory, and lacks 1"):
+        engines.sync.push(engines.model)
+    mlp.up_proj = kept
+
+
 def push_another_model(engines: Engines) -> None:
     with pytest.raises(ConfigError, match="another"):
         engines.sync.push(nn.Linear(2, 2))
@@ -165,7 +180,7 @@ def test_what_goes_wrong_is_said_and_can_be_put_right(engines: Remote):
     cold = engines.call(serve, "qwen2")
     engines.call(attach, "qwen2")
     engines.call(write, "A")
-    for wrong in (step_outside, write_outside, replace_a_parameter, push_another_model):
+    for wrong in (step_outside, write_outside, replace_a_parameter, add_a_module, replace_a_module, push_another_model):
         engines.call(wrong)
     assert engines.call(write, "A") > 1
     assert_same(engines.call(Engines.ask), cold["A"], "written again")

@@ -183,7 +183,7 @@ def test_every_rank_refuses_what_one_of_them_has(tmp_path: Path):
 def test_a_checkpoint_to_start_from_is_looked_at_before_it_is_written(tmp_path: Path):
     model = torch.nn.Linear(2, 2)
     spoil(model, "bias")
-    server = VllmServer(tmp_path / "nothing", log=tmp_path / "log")
+    server = VllmServer(tmp_path / "nothing", "--skip-tokenizer-init", log=tmp_path / "log")
     transport = CheckpointTransport(tmp_path / "versions", restart=True)
     with (
         WeightSync("fsdp", transport, server, non_finite="refuse") as sync,

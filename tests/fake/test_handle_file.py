@@ -23,6 +23,7 @@ from weightsync import (
     EngineError,
     PlacementError,
     ProtocolError,
+    TensorSelection,
     UnsupportedError,
     WeightSync,
 )
@@ -259,7 +260,8 @@ def test_a_server_of_adapters_keeps_the_metric_that_pushes_of_them_read(option: 
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
-    server = VllmServer(tmp_path / "nothing", "--weight-transfer-config={}", log=tmp_path / "log", start_timeout_s=120)
+    options = ["--weight-transfer-config={}", "--skip-tokenizer-init"]
+    server = VllmServer(tmp_path / "nothing", *options, log=tmp_path / "log", start_timeout_s=120)
     assert repr(server) == f"<VllmServer('{tmp_path}/nothing') at http://127.0.0.1:{server.port}, not running>"
     earlier = tmp_path / "versions" / "version-00000004"
     earlier.mkdir(parents=True)
@@ -274,6 +276,19 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
     assert raised.value.phase == "restart"
     assert server.pid is None
     assert {path.name for path in earlier.parent.iterdir()} == {".lock", earlier.name, "version-00000005"}
+
+
+@pytest.mark.parametrize("given", [[], ["--served-model-name=policy"], ["--served_model_name", "policy"]])
+def test_a_restarted_server_serves_the_name_of_before(given: list[str], tmp_path: Path):
+    server = VllmServer("Qwen/Qwen3-0.6B", *given, log=tmp_path / "log")
+    with mock.patch("weightsync.engines.server.Child") as child, mock.patch.object(VllmServer, "wait"):
+        server.start()
+        server.restart(tmp_path / "version-00000001")
+        server.stop()
+    for call, model in zip(child.call_args_list, ("Qwen/Qwen3-0.6B", tmp_path / "version-00000001"), strict=True):
+        _, command = call.args[:2]
+        assert command[3] == str(model)
+        assert command[-2:] == ["--served-model-name", "Qwen/Qwen3-0.6B"] or command[-len(given) :] == given != []
 
 
 def test_another_server_is_not_taken_for_ours(tmp_path: Path):
@@ -293,6 +308,11 @@ def test_only_a_server_of_ours_is_ended_and_started_anew(tmp_path: Path):
         WeightSync("fsdp", transport, "http://localhost:1").push(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="leave quantize out"):
         WeightSync("fsdp", transport, quantize="fp8")
+    with pytest.raises(ConfigError, match=r"TensorSelection\(exclude\): no effect with restart=True"):
+        WeightSync("fsdp", transport, selection=TensorSelection(exclude=("*",)))
+    for options in ((), ("--max-model-len", "64")):  # transformers makes an empty tokenizer for some models
+        with pytest.raises(ConfigError, match=r"no tokenizer: give CheckpointTransport\(tokenizer=...\)"):
+            WeightSync("fsdp", transport, VllmServer(tmp_path / "nothing", *options)).push(torch.nn.Linear(2, 2))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -322,6 +342,7 @@ TIERED = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         (["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'], False),
         (["--kv-transfer-config.kv-connector=NixlConnector"], False),
         (["--max-model-len", "64"], False),
+        ([], False),
     ],
 )
 def test_options_that_serve_another_version_are_refused(options: list[str], is_refused: bool, tmp_path: Path):

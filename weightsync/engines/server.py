@@ -51,7 +51,7 @@ class VllmServer:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="weightsync-")) / "vllm.log"
-        self._model = os.fspath(model)
+        self._model = self._name = os.fspath(model)  # requests name the first model, whatever is served later
         self.options = options
         self._environment = dict(environment or {})
         self.start_timeout_s = start_timeout_s
@@ -86,6 +86,8 @@ class VllmServer:
                 who=self.url,
             ) from problem
         command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self.options]
+        if not any(option.replace("_", "-").startswith("--served-model-name") for option in self.options):
+            command += ["--served-model-name", self._name]
         self._child = Child("the server", command, self._environment, self.log)
 
     def wait(self, timeout_s: float) -> None:

@@ -99,6 +99,16 @@ class AttachedModel:
                     f"the model's {slot.key!r} of shape {tuple(slot.tensor.shape)} is no longer the engine's memory: "
                     "a call such as `model.to(...)` replaced it. Attach a new model on the meta device"
                 )
+        here = {
+            id(param) for module in modules(self.model) for param in module._parameters.values() if param is not None
+        }
+        ours = {id(slot.tensor) for slot in self._slots if isinstance(slot.tensor, nn.Parameter)}
+        if here != ours:
+            raise WeightSyncError(
+                f"the model has {len(here - ours)} parameters outside of the engine's memory, and lacks "
+                f"{len(ours - here)} of the attached ones. Modules were added, replaced or removed since `attach`. "
+                "Attach a finished model, or train adapters with another transport"
+            )
         known, self._known = self._known, self._versions()
         if known is not None and known != self._known:
             changed = sum(a != b for a, b in zip(known, self._known, strict=True))

@@ -117,6 +117,7 @@ class SaveAndRestart(UpdateStrategy):
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
         options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
+        options.refuse_selection("restart=True, whose engine starts from the version alone", "exclude")
         self._options = options
         self._finite = FiniteCheck(options, options.source)
         self._transport = transport
@@ -169,6 +170,12 @@ class SaveAndRestart(UpdateStrategy):
                 f"process, got a {type(server).__name__}"
             )
         check_options(server.options)
+        given = {option.partition("=")[0].replace("_", "-") for option in server.options}
+        if self._transport.tokenizer is None and not given & {"--tokenizer", "--skip-tokenizer-init"}:
+            raise ConfigError(
+                "the restarted server would have no tokenizer: give CheckpointTransport(tokenizer=...), or start the "
+                "server with --tokenizer, or with --skip-tokenizer-init"
+            )
         return server
 
 
@@ -176,7 +183,7 @@ def check_options(options: Sequence[str]) -> None:
     """Raise `UnsupportedError` for a server that may not load the saved version, or may keep an older KV cache."""
     words = [word for option in options for word in option.split("=", 1)]
     names = [word.replace("_", "-") for word in words]
-    for name, value in zip(names, [*words[1:], ""], strict=True):
+    for name, value in zip(names, [*words, ""][1:], strict=True):
         if name == "--load-format" and value in _OTHER_SOURCES:
             raise UnsupportedError(
                 f"the server is started with {name} {value}, and would not load the saved version: leave the option out"
