@@ -160,13 +160,16 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
         prompts = (prompts_of(step, vocabulary, options) for step in range(first, options.training_steps))
         started = time.perf_counter()
         for step, batch in enumerate(Rollouts(engine, prompts, behind=options.behind, **sampling), first):
-            sync.sleep()  # where the workers need the engines' memory
+            pushes = bool(options.sync_every) and (step + 1) % options.sync_every == 0
+            sync.sleep(level=2 if pushes else 1)  # where the workers need the engines' memory
             batch = union(batch, rewards(batch, vocabulary))
             batch = union(batch, advantages(batch, options.group_size))
             losses = actor.update(batch)
             pushed = ""
-            if options.sync_every and (step + 1) % options.sync_every == 0:
+            if pushes:
                 pushed = f"  push {sync.push().total_s * 1e3:.0f} ms"
+            else:
+                engine.wake_up()
             if options.checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
                 save_job(options.checkpoint, {"taken": step + 1, "version": engine.version}, actor)
             found.append(batch["rewards"].mean().item())

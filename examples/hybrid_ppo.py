@@ -215,10 +215,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
             for number in range(options.training_steps):
                 started = time.perf_counter()
                 batch = engine.generate(prompts_of(number, vocabulary, options), **sampling)
-                sync.sleep()  # where the workers need the engines' memory
+                pushes = bool(options.sync_every) and (number + 1) % options.sync_every == 0
+                sync.sleep(level=2 if pushes else 1)  # where the workers need the engines' memory
                 batch = step(batch, actor, reference, critic, reward, options.kl_coefficient)
-                if options.sync_every and (number + 1) % options.sync_every == 0:
+                if pushes:
                     sync.push()
+                else:
+                    engine.wake_up()
                 found.append((batch["scores"].sum() / batch["answer_mask"].sum()).item())
                 losses = f"actor {batch['actor_loss'].sum():+.3f} critic {batch['critic_loss'].sum():.3f}"
                 took = time.perf_counter() - started

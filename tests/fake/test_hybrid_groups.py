@@ -200,7 +200,7 @@ def test_engines_wake_around_a_push(actor: WorkerGroup, engine: RolloutGroup):
         sync.sleep()  # without GPUs there is no memory to share
         assert not engine.is_asleep
         engine.sleep(level=2)
-        with pytest.raises(ConfigError, match="asleep"):
+        with pytest.raises(ConfigError, match="dropped by sleep of level 2: push before generate"):
             engine.generate(prompts_of(2), n=1)
         sync.push()
         assert not engine.is_asleep
@@ -228,6 +228,8 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
         sync.push()
         assert woken(engine) == [["kv_cache"]]
         engine.sleep()
+        with pytest.raises(ConfigError, match="the engines are asleep: call wake_up or push"):
+            engine.generate(prompts_of(2), n=1)
         engine.wake_up()
         assert woken(engine) == [["weights", "kv_cache"]]
         assert not engine.is_asleep

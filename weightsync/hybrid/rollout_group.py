@@ -42,6 +42,7 @@ class GroupEngine:
     pool, place: the place of its first worker.
     start: the wait for the start of the actor.
     asleep: the parts of its memory that sleep.
+    discarded: whether sleep of level 2 has dropped its weights, and no push has followed.
     """
 
     name: str
@@ -52,6 +53,7 @@ class GroupEngine:
     start: Pending
     state: EngineState = EngineState.STARTING
     asleep: set[str] = field(default_factory=set)
+    discarded: bool = False
 
 
 class RolloutGroup:
@@ -237,6 +239,7 @@ class RolloutGroup:
         """Free the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them."""
         for one in self._call("sleep", {one: one.actor.sleep.remote(level) for one in self._present()}):
             one.asleep = {WEIGHTS, KV_CACHE}
+            one.discarded |= level > 1
 
     def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """Take back the memory of these parts if they sleep. After level 2 the weights are undefined until a push."""
@@ -280,7 +283,7 @@ class RolloutGroup:
         self.pushes += 1
         for one in [one for one in self._engines if one.name in engines]:
             if one.name not in left_out:
-                one.state = EngineState.SERVING
+                one.state, one.discarded = EngineState.SERVING, False
             elif one.state is not EngineState.LOST:
                 one.state = EngineState.LOST
                 if has_died(one.actor.__ray_call__.remote(_nothing)):
@@ -318,7 +321,9 @@ class RolloutGroup:
             node, address = pool.node_of(place)
             name = f"engine {self._count} on {address}"
             own = ",".join(devices[at] for at in range(place, place + self._size) if at in devices)
-            actor = cls.options(**pool.options(place)).remote(own, self._options)
+            # Engines of one seed would give equal prompts equal answers.
+            options = {**self._options, "seed": (self._options.get("seed") or 0) + self._count}
+            actor = cls.options(**pool.options(place)).remote(own, options)
             start = Pending("start", {actor.__ray_call__.remote(_nothing): name}, self._timeout_s)
             started.append(GroupEngine(name, node, actor, pool, place, start))
             self._count += 1
@@ -359,6 +364,8 @@ class RolloutGroup:
     def _ask(self, prompts: list[list[int]], sampling: dict[str, Any], numbers: list[int]) -> list[Share]:
         """Share the prompts of these numbers out over the serving engines."""
         serving = [one for one in self._engines if one.state is EngineState.SERVING]
+        if any(one.discarded for one in serving):
+            raise ConfigError("the engines' weights were dropped by sleep of level 2: push before generate")
         if any(one.asleep for one in serving):
             raise ConfigError("the engines are asleep: call wake_up or push before generate")
         if not serving:
