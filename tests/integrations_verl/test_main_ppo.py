@@ -53,8 +53,7 @@ actor_rollout_ref.actor.megatron.param_offload=true actor_rollout_ref.actor.mega
 """
 """torch's norm, in the place of Transformer Engine's, refuses `sequence_parallel`."""
 SEPARATE = """
-trainer.v1.trainer_mode=weightsync_separate_async trainer.v1.separate_async.parameter_sync_step=2
-actor_rollout_ref.actor.ppo_mini_batch_size=2 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
+trainer.v1.trainer_mode=weightsync_separate_async trainer.v1.separate_async.parameter_sync_step=1
 trainer.v1.separate_async.num_warmup_batches=0 trainer.v1.separate_async.hybrid_rollout.enable_switch=true
 trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.nnodes=1
 actor_rollout_ref.rollout.n_gpus_per_node=1
