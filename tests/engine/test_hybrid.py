@@ -17,6 +17,7 @@ from engines import NOT_COMPILED, PROMPTS
 from hybrid_trainers import Fsdp, Megatron
 from tensordict import TensorDict
 
+from weightsync.errors import PeerError
 from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup, save_job
 from weightsync.vllm.rollout import AsyncRolloutEngine
 
@@ -82,6 +83,13 @@ def answers(engine: RolloutGroup) -> list[tuple[list[int], list[float]]]:
     return found
 
 
+def lose(engine: RolloutGroup) -> None:
+    """Kill a process of vLLM's below the group's only actor. The group finds the actor dead."""
+    ray.get(engine.actors[0].__ray_call__.remote(ray_workers.kill_below))
+    with pytest.raises(PeerError, match="died before it answered generate"):
+        answers(engine)
+
+
 def test_pushed_equals_cold_in_both_placements(reserve: Callable[..., ResourcePool], checkpoints: dict[str, Path]):
     """The controller's part stays as it is when the trainer, the placement or the transport is another one."""
     shared, apart = reserve([2]), reserve([1])
@@ -104,6 +112,7 @@ def test_pushed_equals_cold_in_both_placements(reserve: Callable[..., ResourcePo
                             trainer.change(start)
                             sync.push()
                             assert answers(engine) == cold[engine]
+        lose(colocated)
 
 
 def test_a_push_interrupts_rollouts_and_they_go_on(reserve: Callable[..., ResourcePool], checkpoints: dict[str, Path]):
@@ -134,6 +143,7 @@ def test_a_push_interrupts_rollouts_and_they_go_on(reserve: Callable[..., Resour
         several = engine.generate(prompts, n=3, max_tokens=4, seed=7)
         assert several["answer_mask"].sum(1).tolist() == [4] * 48
         assert answers(engine) == cold
+        lose(engine)
 
 
 def test_a_job_goes_on_from_its_checkpoint(

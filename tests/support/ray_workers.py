@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from zygote import RAY_WORKER
@@ -87,3 +88,11 @@ def _wait(worker: subprocess.Popen[bytes], program: socket.socket) -> None:
     os.close(end)
     with program, suppress(OSError):
         program.send(str(worker.wait()).encode())
+
+
+def kill_below(actor: Any) -> None:
+    """Kill the core below an actor of an `AsyncLLM`, or the last worker below one of an `LLM`. Runs in the actor."""
+    if hasattr(actor.llm, "llm_engine"):
+        actor.llm.llm_engine.engine_core.engine_core.model_executor.workers[-1].proc.kill()
+    else:
+        actor.llm.engine_core.resources.engine_manager.processes[0].kill()

@@ -6,7 +6,10 @@ import asyncio
 import os
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+from weightsync.vllm.llm_object import died
 
 Answer = tuple[list[int], list[float]]
 
@@ -27,11 +30,21 @@ class RolloutEngine:
 
         self._sampling = vllm.SamplingParams
         self.llm = vllm.LLM(**options)
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)  # None: of another process
+        self._executor = getattr(core, "model_executor", None)
+        if self._executor is not None:
+            self._executor.register_failure_callback(_end_actor)
 
     def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[list[Answer]]:
         """Return the answers to each prompt: token ids, and the log-probability of each sampled token."""
         params = self._sampling(**_with_logprobs(sampling))
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        try:
+            outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        except Exception:
+            # A worker's death ends this call before vLLM's thread ends the actor.
+            if getattr(self._executor, "is_failed", False) or died(self.llm):
+                _end_actor()
+            raise
         return [[_answer(completion) for completion in output.outputs] for output in outputs]
 
     def sleep(self, level: int) -> None:
@@ -61,7 +74,12 @@ class AsyncRolloutEngine:
 
     async def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[list[Answer]]:
         """Return the answers as `RolloutEngine.generate` does."""
-        return await asyncio.gather(*(self._answers(prompt, sampling) for prompt in prompts))
+        try:
+            return await asyncio.gather(*(self._answers(prompt, sampling) for prompt in prompts))
+        except Exception:
+            if self.llm.errored:
+                _end_actor()
+            raise
 
     async def sleep(self, level: int) -> None:
         """Put the engine to sleep, as `AsyncLLM.sleep` does."""
@@ -77,6 +95,10 @@ class AsyncRolloutEngine:
         async for output in self.llm.generate({"prompt_token_ids": prompt}, params, str(uuid.uuid4())):
             last = output
         return [_answer(completion) for completion in last.outputs]
+
+
+_end_actor = partial(os._exit, 1)
+"""End the actor with its vLLM: the group looks for dead actors, and asks other engines then."""
 
 
 def _with_logprobs(sampling: dict[str, Any]) -> dict[str, Any]:
