@@ -66,6 +66,10 @@ class VllmServer:
         """The server's process id. None: no process."""
         return self._child.process.pid if self._child is not None else None
 
+    def has_option(self, *names: str) -> bool:
+        """Return whether the server is started with any of these options, such as "--tokenizer"."""
+        return not {option.partition("=")[0].replace("_", "-") for option in self.options}.isdisjoint(names)
+
     def start(self) -> None:
         """Launch the server, and return when it answers. Raises as `launch` and `wait` do."""
         self.launch()
@@ -86,7 +90,7 @@ class VllmServer:
                 who=self.url,
             ) from problem
         command = [sys.executable, "-m", "weightsync.vllm.serve", self._model, "--port", str(self.port), *self.options]
-        if not any(option.replace("_", "-").startswith("--served-model-name") for option in self.options):
+        if not self.has_option("--served-model-name"):
             command += ["--served-model-name", self._name]
         self._child = Child("the server", command, self._environment, self.log)
 

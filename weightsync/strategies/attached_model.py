@@ -99,9 +99,7 @@ class AttachedModel:
                     f"the model's {slot.key!r} of shape {tuple(slot.tensor.shape)} is no longer the engine's memory: "
                     "a call such as `model.to(...)` replaced it. Attach a new model on the meta device"
                 )
-        here = {
-            id(param) for module in modules(self.model) for param in module._parameters.values() if param is not None
-        }
+        here = set(map(id, self.model.parameters()))
         ours = {id(slot.tensor) for slot in self._slots if isinstance(slot.tensor, nn.Parameter)}
         if here != ours:
             raise WeightSyncError(

@@ -170,8 +170,7 @@ class SaveAndRestart(UpdateStrategy):
                 f"process, got a {type(server).__name__}"
             )
         check_options(server.options)
-        given = {option.partition("=")[0].replace("_", "-") for option in server.options}
-        if self._transport.tokenizer is None and not given & {"--tokenizer", "--skip-tokenizer-init"}:
+        if self._transport.tokenizer is None and not server.has_option("--tokenizer", "--skip-tokenizer-init"):
             raise ConfigError(
                 "the restarted server would have no tokenizer: give CheckpointTransport(tokenizer=...), or start the "
                 "server with --tokenizer, or with --skip-tokenizer-init"

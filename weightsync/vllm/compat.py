@@ -224,6 +224,8 @@ def drops(model: nn.Module, name: str) -> bool:
     return False
 
 
+_PLAIN_CACHES = "auto", "bfloat16", "float16", "float32"
+"""The dtypes of KV caches without scales, as vLLM names them."""
 CACHE_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 """The buffers with an attention layer's scales of an 8-bit KV cache."""
 
@@ -239,7 +241,7 @@ def attention_with_scales(model: nn.Module) -> list[nn.Module]:
 
 
 def has_8_bit_cache(attention: nn.Module) -> bool:
-    return str(getattr(attention, "kv_cache_dtype", "auto")) not in ("auto", "bfloat16", "float16", "float32")
+    return str(getattr(attention, "kv_cache_dtype", "auto")) not in _PLAIN_CACHES
 
 
 def reset_cache_scales(attention: nn.Module) -> None:
@@ -334,14 +336,14 @@ def drops_a_token(vllm_config: VllmConfig) -> bool:
 def offloads_weights(vllm_config: VllmConfig) -> bool:
     """Return whether the engine reads weights from the host, or copies them from there in each forward."""
     offload, tables = vllm_config.offload_config, getattr(vllm_config, "engram_config", None)
-    is_in_part = tables is not None and tables.cpu_offload
-    return bool(offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size or is_in_part)
+    sizes = offload.uva.cpu_offload_gb, offload.prefetch.offload_group_size
+    return any(sizes) or getattr(tables, "cpu_offload", False)
 
 
 def computes_cache_scales(vllm_config: VllmConfig) -> bool:
     """Return whether vLLM before 0.28 computes the scales of an 8-bit KV cache, from weights, in its first forward."""
     cache = vllm_config.cache_config
-    return getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype).startswith("fp8")
+    return getattr(cache, "calculate_kv_scales", False) and str(cache.cache_dtype) not in _PLAIN_CACHES
 
 
 def load_format(vllm_config: VllmConfig) -> str:
