@@ -91,7 +91,8 @@ def attach(trainer: Any, transport: Any = "ipc", **options: Any) -> WeightSync:
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False  # TRL's own flag. Releases before 1.10 do without it
         _report(trainer, sync.push(trainer.model_wrapped))
-        for asking in (client, getattr(trainer, "teacher_client", None)):  # of SDPO and SDFT, a live teacher
+        # A live teacher, of SDPO and SDFT, is the policy itself on the server.
+        for asking in (client, getattr(trainer, "teacher_client", None)):
             if asking is not None and sync.adapter is not None:
                 asking.model = sync.adapter.name
 

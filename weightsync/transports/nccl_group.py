@@ -29,7 +29,7 @@ _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_W
 When a member dies, NCCL's watchdog would end the process, so the trainer or the engine. With a blocking wait
 `Operation.follow` would wait for a member without a deadline.
 """
-_settings = threading.Lock()
+_settings_lock = threading.Lock()
 """Held while the settings are in the environment. Two groups at once would take each other's for the job's."""
 
 
@@ -163,7 +163,7 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options._timeout = timedelta(days=1)  # callers keep the deadlines, on the host
     # High priority: the next chunk's copies start together with this chunk's broadcast, and would delay it.
     options.is_high_priority_stream = True
-    with _settings:
+    with _settings_lock:
         before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
         os.environ.update(_NCCL_SETTINGS)
         try:

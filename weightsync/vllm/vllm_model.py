@@ -203,7 +203,7 @@ class VllmModel:
         self._lost = lost_values(self.live, filled, partial(self._build, build_with_values))
 
     def note_start(self, worker: Any) -> None:
-        """Note a vLLM worker's pooling requests, and before its first sleep, values at risk there."""
+        """Note a worker's pooling requests and, before its first sleep, the values that sleep may discard."""
         self._pooled = compat.pooling_requests(worker)
         if self.may_discard and compat.has_never_slept(worker):
             self._at_start = digests_of(self._parameters())
