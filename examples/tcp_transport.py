@@ -38,9 +38,9 @@ class TcpTransport(Transport):
             peer = self.sockets[-1].accept()[0]
             self.sockets[peer.recv(1)[0]] = peer
 
-    def send(self, chunks: Any, sample: int | None, update: Any) -> None:
+    def send(self, chunks: Any, seal: Any, update: Any) -> None:
         for number in chunks:
-            self.packer.fill(number, sample)
+            self.packer.fill(number, seal)
             for worker, run in self.layout[number].items():
                 move(self.sockets[worker], "send", self.slot[run.first : run.end], update.wait, update.deadline())
 

@@ -31,7 +31,7 @@ from weightsync.sources.base import Reading, TensorShard
 from weightsync.sources.fsdp import FsdpSource
 from weightsync.tools.testing import check_dead_engine, check_engine, check_source, check_transport
 from weightsync.transports import open_receiver, open_transport
-from weightsync.transports.base import ChunkLayout, Endpoint, Transport
+from weightsync.transports.base import ChunkLayout, Endpoint, Seal, Transport
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcReceiver, IpcTransport
 
@@ -288,20 +288,20 @@ def test_check_transport_between_processes_finds_every_promise_kept_on_a_gpu():
 class Stale(IpcTransport):
     """Copies nothing after the first push."""
 
-    def send(self, chunks: Any, sample: Any, update: Any) -> None:
-        super().send(chunks, sample, update)
+    def send(self, chunks: Any, seal: Any, update: Any) -> None:
+        super().send(chunks, seal, update)
         packer = self._sender.packer
         packer._copies = BatchedCopy(*([] for _ in packer._steps))
 
 
 class WrongDigest(IpcTransport):
-    def send(self, chunks: Any, sample: Any, update: Any) -> None:
+    def send(self, chunks: Any, seal: Any, update: Any) -> None:
         super().send(chunks, None, update)
 
 
 class WrongSample(IpcTransport):
-    def send(self, chunks: Any, sample: Any, update: Any) -> None:
-        super().send(chunks, None if sample is None else WHOLE, update)
+    def send(self, chunks: Any, seal: Any, update: Any) -> None:
+        super().send(chunks, seal and Seal(WHOLE, seal.version), update)
 
 
 class OneRegionLess(IpcTransport):

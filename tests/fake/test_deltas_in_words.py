@@ -31,7 +31,7 @@ from weightsync.kernels.changed_words import ChangeFinder
 from weightsync.kernels.digest import SAMPLES
 from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel
 from weightsync.transports import nccl, nccl_sender
-from weightsync.transports.base import Changes
+from weightsync.transports.base import Changes, Seal
 from weightsync.transports.changes import Found, head
 from weightsync.transports.communicator import Communicator, Operation
 from weightsync.transports.nccl import NcclTransport
@@ -111,8 +111,8 @@ def test_a_part_without_its_changes_is_not_loaded(
     trainer.step()
     before, find = bits(host), nccl_sender.Bases.find
 
-    def lose(bases: nccl_sender.Bases, number: int, sample: int | None) -> list[Found]:
-        found = find(bases, number, sample)
+    def lose(bases: nccl_sender.Bases, number: int, seal: Seal | None) -> list[Found]:
+        found = find(bases, number, seal)
         nothing = torch.empty(0, dtype=torch.uint8)
         return found if number != 1 else [Found(chain, nothing, checksum) for chain, _, checksum in found]
 
@@ -221,9 +221,9 @@ def test_after_a_comparison_without_its_push_everything_is_sent(
     trainer, begin = Trainer(engine), NcclTransport.begin_send
     trainer.push()
 
-    def begin_twice(transport: NcclTransport, sample: int | None) -> None:
-        begin(transport, sample)
-        begin(transport, sample)
+    def begin_twice(transport: NcclTransport, seal: Seal | None) -> None:
+        begin(transport, seal)
+        begin(transport, seal)
 
     with monkeypatch.context() as patch:
         patch.setattr(NcclTransport, "begin_send", begin_twice)

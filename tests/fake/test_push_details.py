@@ -843,9 +843,9 @@ def test_the_first_push_is_checked_whole_and_later_ones_in_turn(
     seen: list[int | None] = []
     send = IpcTransport.send
 
-    def watched(self: IpcTransport, chunks: Any, sample: int | None, update: Any) -> None:
-        seen.append(sample)
-        send(self, chunks, sample, update)
+    def watched(self: IpcTransport, chunks: Any, seal: Any, update: Any) -> None:
+        seen.append(seal and seal.sample)
+        send(self, chunks, seal, update)
 
     monkeypatch.setattr(IpcTransport, "send", watched)
     model, host = trainer_model(checkpoint(2)), ModuleHost(TinyEngineModel, checkpoint(1))

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, col
 from torch import nn
 
 from weightsync import CheckpointTransport, DigestError, ModuleBucketer, WeightSync
+from weightsync.transports.base import Seal
 from weightsync.transports.staging import Packer
 
 TIMEOUT_S = 20.0
@@ -62,8 +63,8 @@ def test_weights_that_are_written_while_they_are_read_are_no_version(
     fill = Packer.fill
     written: list[int] = []
 
-    def fill_and_write(self: Packer, number: int, sample: int | None) -> None:
-        fill(self, number, sample)
+    def fill_and_write(self: Packer, number: int, seal: Seal | None) -> None:
+        fill(self, number, seal)
         if not written:
             written.append(number)
             write(model)
@@ -93,8 +94,8 @@ def test_nothing_is_looked_at_with_verify_none(engine: FakeEngine, monkeypatch: 
     model = trainer_model(checkpoint(2))
     fill = Packer.fill
 
-    def fill_and_write(self: Packer, number: int, sample: int | None) -> None:
-        fill(self, number, sample)
+    def fill_and_write(self: Packer, number: int, seal: Seal | None) -> None:
+        fill(self, number, seal)
         step(model)
 
     monkeypatch.setattr(Packer, "fill", fill_and_write)

@@ -12,7 +12,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.transports import open_transport
-from weightsync.transports.base import ByteRange, Endpoint, LocalTensor, LocalTensors, RouteRequest, Transport
+from weightsync.transports.base import ByteRange, Endpoint, LocalTensor, LocalTensors, RouteRequest, Seal, Transport
 
 
 class FaultyTransport(Transport):
@@ -59,11 +59,11 @@ class FaultyTransport(Transport):
     def prepare_push(self, sample: int | None) -> int:
         return self.inner.prepare_push(sample)
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+    def send(self, chunks: Sequence[int], seal: Seal | None, update: Update) -> None:
         if self.flip_a_byte_of is not None:
             chunk, self.flip_a_byte_of = self.flip_a_byte_of, None
             self._let_a_byte_flip(chunk)
-        self.inner.send(_Watched(chunks, self), sample, update)
+        self.inner.send(_Watched(chunks, self), seal, update)
 
     def on_commit(self, version: int) -> None:
         self.inner.on_commit(version)
@@ -77,8 +77,8 @@ class FaultyTransport(Transport):
         packer: Any = (inner._writer if inner.name == "checkpoint" else inner._sender).packer
         fill = packer.fill
 
-        def fill_and_flip(number: int, sample: int | None) -> None:
-            fill(number, sample)
+        def fill_and_flip(number: int, seal: Seal | None) -> None:
+            fill(number, seal)
             if number == chunk:
                 del packer.fill
                 packer._steps[number].runs[0][0] ^= 4

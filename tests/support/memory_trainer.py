@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from weightsync.kernels.digest import WHOLE, digest, signed
+from weightsync.kernels.digest import MASK, WHOLE, digest, signed
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import Connect, Done, Go
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, row_major
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.transfer_plan import Chunk, make_chunks
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
-from weightsync.transports.base import DIGEST_BYTES, SLOTS, TransportReceiver, Wait, align, strided
+from weightsync.transports.base import DIGEST_BYTES, SLOTS, Seal, TransportReceiver, Wait, align, strided
 from weightsync.transports.proof import MemoryFingerprint
 from weightsync.worker import loader as receiver_module
 from weightsync.worker.engine_model import EngineModel
@@ -54,6 +54,7 @@ class MemoryTrainer:
         self.in_place, self.frozen = frozenset(in_place), frozenset(frozen)
         self.corrupt: int | None = None
         """The number of a chunk that changes on its way."""
+        self._version = 0
         self.written: list[int] = []
         """The chunks of the last push that the first receiver was given."""
         self.plans: list[LoadPlan] = self._on_all(lambda r: r.make_plan(manifest_of(self.tensors)))
@@ -90,6 +91,7 @@ class MemoryTrainer:
 
     def run(self, version: int, sample: int | None = WHOLE) -> list[Done]:
         """Push without a commit."""
+        self._version = version
         place_sample = sample if sample in (None, WHOLE) else version
         go = Go(version, sample, place_sample, [] if place_sample is None else self._proof().of(place_sample))
         return self._on_all(lambda receiver: receiver.run(go, _never, lambda: Deadline(TIMEOUT_S)))
@@ -104,7 +106,7 @@ class MemoryTrainer:
         return done
 
     def fill(self, number: int, slot: torch.Tensor) -> None:
-        """Write a chunk and its digest into a slot."""
+        """Write a chunk and its digest in this push into a slot."""
         for location in self.arrivals[number].locations:
             if location.name not in self.in_place:
                 region = tuple(slice(a, a + n) for a, n in zip(location.box.start, location.box.size, strict=True))
@@ -112,7 +114,8 @@ class MemoryTrainer:
                 target.copy_(self.tensors[location.name].detach()[region])
         for run in self.arrivals[number].runs:
             first, nbytes = run.first, run.nbytes
-            sent = torch.tensor([signed(digest(slot[first : first + nbytes]))]).view(torch.uint8)
+            sealed = digest(slot[first : first + nbytes]) + Seal(WHOLE, self._version).seed(number)
+            sent = torch.tensor([signed(sealed & MASK)]).view(torch.uint8)
             slot[first + nbytes : first + nbytes + DIGEST_BYTES] = sent
             if number == self.corrupt:
                 slot[first] ^= 1

@@ -205,13 +205,14 @@ def test_many_at_once_are_as_each_alone_on_a_cpu(device: str, start: int) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", [0, 1, GOLDEN * STEP])
 @pytest.mark.parametrize("sample", EVERY_KIND)
-def test_digests_are_written_where_the_caller_says(device: str, sample: int) -> None:
+def test_digests_are_written_where_the_caller_says(device: str, sample: int, seed: int) -> None:
     sizes = [5, MIB + 9, 4096]
-    runs = [noise(size, seed) for seed, size in enumerate(sizes)]
+    runs = [noise(size, at) for at, size in enumerate(sizes)]
     slot = torch.full((48,), 255, dtype=torch.uint8, device=device)
-    Digests([run.to(device) for run in runs]).write(sample, slot.view(torch.int64)[1:4])
-    expected = [digest(run, sample) for run in runs]
+    Digests([run.to(device) for run in runs]).write(sample, slot.view(torch.int64)[1:4], seed=seed)
+    expected = [digest(run, sample) + seed & MASK for run in runs]
     assert [value & MASK for value in slot.view(torch.int64).tolist()] == [MASK, *expected, MASK, MASK]
 
 
@@ -223,6 +224,7 @@ def test_runs_that_differ_are_told(device: str, sample: int) -> None:
     expected = torch.empty(len(runs), dtype=torch.int64, device=device)
     digests.write(sample, expected)
     assert digests.compare(sample, expected).tolist() == [False, False, False]
+    assert digests.compare(sample, expected, seed=GOLDEN).tolist() == [True, True, True]
     runs[1][share(sample)[0]] ^= 1
     found = digests.compare(sample, expected)
     assert found.device == expected.device

@@ -273,7 +273,7 @@ def test_whatever_a_trainer_says_a_worker_answers_and_serves_the_next_push(push:
     answers = serve(session, frames)
     assert all(isinstance(answer, Message) for answer in answers)
     version = session.receiver.version + 1
-    again = [push[0], push[1], msgspec.structs.replace(push[2], version=version), Commit(version)]
+    again = [push[0], push[1], msgspec.structs.replace(push[2], version=version, sample=None), Commit(version)]
     if version < 2**62:
         assert [*map(type, serve(session, [encode(message) for message in again]))][-1] is Committed
         assert session.receiver.state == CLEAN

@@ -10,13 +10,13 @@ import torch
 
 from weightsync.errors import PlacementError, SyncTimeoutError
 from weightsync.kernels.copies import BatchedCopy
-from weightsync.kernels.digest import WHOLE, digest, signed
+from weightsync.kernels.digest import MASK, WHOLE, digest, signed
 from weightsync.net.runtime import Deadline
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.transfer_plan import Chain, Chunk, TransferPlan, make_chunks
 from weightsync.planning.wire_types import ReadRegions
 from weightsync.transports import staging
-from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, strided
+from weightsync.transports.base import ALIGN_BYTES, DIGEST_BYTES, LocalTensor, LocalTensors, Seal, strided
 from weightsync.transports.staging import Packer, arrival, receive_layout, send_layout, slot_bytes, wait_until
 
 ROWS, COLUMNS = 64, 32
@@ -158,7 +158,7 @@ def test_packer_fill_of_a_push_writes_values_and_digests_and_computes_once():
         for values in held.values.values():
             values.add_(1)
         for number, bundles in enumerate(layout):
-            packer.fill(number, WHOLE)
+            packer.fill(number, Seal(WHOLE, push))
             slot = slots[number % 2]
             found = arrival(bundles)
             for place in found.locations:
@@ -167,7 +167,8 @@ def test_packer_fill_of_a_push_writes_values_and_digests_and_computes_once():
                 assert torch.equal(strided(slot, place.dtype, place.offset, place.box.size, place.stride), expected)
             for run in found.runs:
                 behind = slot[run.first + run.nbytes :][:DIGEST_BYTES].view(torch.int64)
-                assert int(behind) == signed(digest(slot[run.first : run.first + run.nbytes]))
+                sealed = digest(slot[run.first : run.first + run.nbytes]) + Seal(WHOLE, push).seed(number)
+                assert int(behind) == signed(sealed & MASK)
         assert held.gathered == list(dict.fromkeys(name for chunk in plan.chunks for name in chunk.names)), push
         assert sorted(held.computed) == ["embed", "norm"], push
 

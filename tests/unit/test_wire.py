@@ -223,7 +223,7 @@ def refuse(data: Any, words: str) -> None:
 
 
 def test_the_number_of_the_protocol_that_these_bytes_belong_to():
-    assert PROTOCOL == 12
+    assert PROTOCOL == 13
     assert {type(message) for message in EXAMPLES} == set(Message.__subclasses__())
 
 

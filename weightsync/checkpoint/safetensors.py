@@ -91,7 +91,8 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
         for meta in metas:
             in_file[meta.name] = at
             at += meta.nbytes
-        files.append(CheckpointFile(_file_name(number, len(contents)), header, at))
+        part = "" if len(contents) == 1 else f"-{number + 1:05}-of-{len(contents):05}"
+        files.append(CheckpointFile(f"model{part}.safetensors", header, at))
         file_of.update({meta.name: files[-1].name for meta in metas})
     index = None
     if len(files) > 1:
@@ -128,7 +129,3 @@ def _header(metas: Sequence[TensorMeta]) -> bytes:
     text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
     return len(text).to_bytes(8, "little") + text
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"

@@ -42,7 +42,7 @@ class EngineList:
         self._read: Callable[[], object] | None = None
         if isinstance(given, os.PathLike):
             self._read = lambda: _addresses(Path(given))
-        elif callable(given) and not _is_engine(given):
+        elif callable(given) and not (_is_own(given) or vllm_class(given) or public_name(given)):
             self._read = given
         self._listed: list[object] | None = None if given is None or self._read is not None else listed(given)
         self._added: list[object] = []
@@ -168,10 +168,6 @@ def _is_own(given: object) -> TypeGuard[Engine]:
     """Return whether an object has the members of an `Engine`. `isinstance` would read `host`, which may be a call."""
     members = [name for name in vars(Engine) if not name.startswith("_")]
     return all(hasattr(type(given), name) or hasattr(given, name) for name in members)
-
-
-def _is_engine(given: object) -> bool:
-    return _is_own(given) or vllm_class(given) is not None or public_name(given) is not None
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -103,7 +103,7 @@ class Digests:
             device: torch.empty(len(own), dtype=torch.int64, device=device) for device, own in self._numbers.items()
         }
         for device, out in outs.items():
-            self._write(self._on(device), range(len(out)), sample, out)
+            self._write(self._on(device), range(len(out)), sample, out, 0)
 
         def finish() -> list[int]:
             found = [0] * len(self._runs)
@@ -114,8 +114,8 @@ class Digests:
 
         return finish
 
-    def write(self, sample: int, out: torch.Tensor, group: int = 0) -> None:
-        """Write `digest(run, sample)` of each run of a group, in order, into `out`.
+    def write(self, sample: int, out: torch.Tensor, group: int = 0, seed: int = 0) -> None:
+        """Write `digest(run, sample)` plus `seed`, modulo 2**64, of each run of a group, in order, into `out`.
 
         `out` is an int64 tensor on the device of all of the group's runs. On a GPU the work is queued on the current
         stream without waiting.
@@ -125,31 +125,31 @@ class Digests:
         runs = [self._runs[number] for number in numbers]
         devices = {out.device, *(run.device for run in runs)}
         if len(devices) > 1 or out.shape != (len(runs),) or out.dtype != torch.int64:
-            own = [*dict.fromkeys(str(run.device) for run in runs)]
             raise ValueError(
-                f"{len(runs)} digests, of runs on {own}, into {out.dtype} of shape "
-                f"{tuple(out.shape)} on {out.device}; expected int64, one for each run, all on one device"
+                f"{len(runs)} digests, of runs on {sorted({str(run.device) for run in runs})}, into {out.dtype} of "
+                f"shape {tuple(out.shape)} on {out.device}; expected int64, one for each run, all on one device"
             )
         if runs:
             first = bisect_left(self._numbers[out.device], numbers.start)
-            self._write(runs, range(first, first + len(runs)), sample, out)
+            self._write(runs, range(first, first + len(runs)), sample, out, seed)
 
-    def compare(self, sample: int, expected: torch.Tensor, group: int = 0) -> torch.Tensor:
+    def compare(self, sample: int, expected: torch.Tensor, group: int = 0, seed: int = 0) -> torch.Tensor:
         """Return a bool for each run of a group: True if its digest differs from its number in `expected`.
 
-        `expected` is as `write` wrote it. On a GPU the work is queued on the current stream without waiting.
+        `expected` is as `write` wrote it with this seed. On a GPU the work is queued on the current stream without
+        waiting.
         """
         found = torch.empty_like(expected)
-        self.write(sample, found, group)
+        self.write(sample, found, group, seed)
         return found != expected
 
-    def _write(self, runs: Sequence[torch.Tensor], numbers: range, sample: int, out: torch.Tensor) -> None:
-        """Write the digests of these runs. `numbers` are theirs among the runs on the device."""
+    def _write(self, runs: Sequence[torch.Tensor], numbers: range, sample: int, out: torch.Tensor, seed: int) -> None:
+        """Write the digests of these runs, each plus `seed`. `numbers` are theirs among the runs on the device."""
         first, nbytes = share(sample)
         if out.device.type == "cpu":
-            out.copy_(torch.tensor([signed(digest(run, sample)) for run in runs], dtype=torch.int64))
+            out.copy_(torch.tensor([signed(digest(run, sample) + seed & MASK) for run in runs], dtype=torch.int64))
         else:
-            self._launches[out.device, nbytes].run(numbers, first, out)
+            self._launches[out.device, nbytes].run(numbers, first, out, signed(seed & MASK))
 
     def _on(self, device: torch.device) -> list[torch.Tensor]:
         return [self._runs[number] for number in self._numbers[device]]

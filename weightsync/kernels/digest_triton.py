@@ -105,9 +105,12 @@ class Launches:
                 _load(self._device, n)
         self._table = torch.from_numpy(np.stack([address, sizes, first], axis=1)).to(self._device)
 
-    def run(self, runs: range, first: int, out: torch.Tensor) -> None:
-        """Write the digest of each of these runs into `out`. The sample begins `first` bytes into each MiB."""
-        out.zero_()
+    def run(self, runs: range, first: int, out: torch.Tensor, seed: int) -> None:
+        """Write the digest of each of these runs, plus `seed`, into `out`.
+
+        The sample begins `first` bytes into each MiB.
+        """
+        out.fill_(seed)
         with torch.cuda.device(self._device):
             for unit, of_program, programs in self._launches:
                 begin, end = int(programs[runs.start]), int(programs[runs.stop])
@@ -118,11 +121,14 @@ class Launches:
 
 @cache
 def _load(device: torch.device, unit: int) -> None:
-    """Compile the kernel, and load it into the GPU by a launch for a run without bytes. See `copies_triton._load`."""
+    """Compile the kernel, and load it into the GPU by a launch for a run without bytes. See `copies_triton._load`.
+
+    Load torch's kernel for the seed too.
+    """
     table = torch.zeros(_FIELDS.value, dtype=torch.int64, device=device)
     of_program = torch.zeros(1, dtype=torch.int32, device=device)
     with torch.cuda.device(device):
-        _sum[(1,)](table, of_program, torch.zeros_like(table), 0, 0, 0, 0, **_constants(unit))
+        _sum[(1,)](table, of_program, torch.full_like(table, 1), 0, 0, 0, 0, **_constants(unit))
 
 
 def _constants(unit: int) -> dict[str, Any]:

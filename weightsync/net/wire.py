@@ -24,7 +24,7 @@ from weightsync.planning.layout import Count, ShardLocation, TensorMeta
 from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, Runs, pack_regions, runs_of
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, Plain, Storage
 
-PROTOCOL = 12
+PROTOCOL = 13
 CLEAN, POISONED = "CLEAN", "POISONED"
 """States of a worker's model. The version of an engine begins with POISONED while a push is under way, and after a push
 that failed once its workers had `Go`."""

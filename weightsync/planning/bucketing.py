@@ -68,7 +68,8 @@ class ThresholdBucketer:
         _check_max_bytes(self.max_bytes)
 
     def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
-        together = _module if groups is None else _innermost_module
+        # A weight, its bias and its quantisation scales have the same innermost module.
+        together = _module if groups is None else lambda name: name.rpartition(".")[0]
         return _fill(manifest, _units(manifest, together, groups or ()), self.max_bytes)
 
 
@@ -127,11 +128,6 @@ def split(bucketer: Bucketer, manifest: Manifest, groups: Groups, last: frozense
 def _check_max_bytes(max_bytes: int | None) -> None:
     if max_bytes is not None and max_bytes <= 0:
         raise ConfigError(f"max_bytes is {max_bytes}; a bucket needs room for at least one byte")
-
-
-def _innermost_module(name: str) -> str:
-    """Return the module that owns a tensor. A weight, its bias and its quantisation scales have the same owner."""
-    return name.rpartition(".")[0]
 
 
 def _module(name: str) -> str:

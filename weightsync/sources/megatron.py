@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -292,7 +292,8 @@ class _ChunkReader:
         if stacks is not None:
             prefix = f"model.layers.{layer.layer_number - 1}."
             return [
-                _Stack([_prefixed(prefix, span) for span in stack.spans], stack.view, stack.dim) for stack in stacks
+                _Stack([replace(s, name=s.name and prefix + s.name) for s in each.spans], each.view, each.dim)
+                for each in stacks
             ]
         raise UnsupportedError(f'shape {tuple(local.shape)}: backend="megatron" has no rule for this parameter')
 
@@ -397,7 +398,3 @@ def _module_and_leaf(name: str) -> tuple[str, str]:
 
 def _replicated(name: str, local: torch.Tensor) -> _Stack:
     return _Stack(whole(name, len(local)), local)
-
-
-def _prefixed(prefix: str, span: Span) -> Span:
-    return Span(None if span.name is None else prefix + span.name, span.total, span.start, span.length)

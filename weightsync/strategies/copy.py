@@ -22,7 +22,7 @@ from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net.addresses import is_loopback
 from weightsync.net.runtime import collector_paused, submit
 from weightsync.net.update import Timeline, Update
-from weightsync.net.wire import Done, Go
+from weightsync.net.wire import Done
 from weightsync.planning.bucketing import open_bucketer
 from weightsync.planning.transfer_plan import PackedPlan, TransferPlan
 from weightsync.report import EngineReport, Progress, PushReport, WorkerReport
@@ -137,7 +137,7 @@ class CopyWeights(FleetStrategy):
             if push.sessions:
                 # While the engines pause. Later, workers on the same GPU would wait.
                 for session in push.sessions:
-                    session.transport.begin_send(session.sample)
+                    session.transport.begin_send(session.seal(push.version))
                 self._finite.begin(push.left_out)
                 self._memory.begin(push.version)
         self._is_touched = bool(push.sessions)
@@ -191,13 +191,12 @@ class CopyWeights(FleetStrategy):
         """Tell workers to begin, and send them this rank's part, session by session."""
         for session in group:
             if self._fleet is not None:
-                go = Go(push.version, session.sample, session.place_sample, push.digests[session])
-                self._fleet.go(go, session.handles)
+                self._fleet.go(session.go(push.version, push.digests[session]), session.handles)
             with (
                 update.blaming_ranks(),
                 Progress(self._options.progress, f"push {push.version}", session.due, update.ranks.rank == 0) as bar,
             ):
-                session.transport.send(bar, session.sample, update)
+                session.transport.send(bar, session.seal(push.version), update)
 
     def _wait_done(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> None:
         """Wait on rank 0 for every worker and rank of a group. Note there what they answer."""

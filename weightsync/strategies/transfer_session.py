@@ -20,11 +20,11 @@ from weightsync.fleet.fleet import Fleet
 from weightsync.kernels.digest import SAMPLES, WHOLE
 from weightsync.net import timeouts
 from weightsync.net.update import Update
-from weightsync.net.wire import Connect
+from weightsync.net.wire import Connect, Go
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, Storage
 from weightsync.strategies.base import Options
-from weightsync.transports.base import LocalTensors, Transport
+from weightsync.transports.base import LocalTensors, Seal, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,19 @@ class TransferSession:
     def _frozen(self) -> frozenset[str]:
         return frozenset(name for chunk in self.plan.chunks if chunk.frozen for name in chunk.names)
 
-    @property
-    def sample(self) -> int | None:
-        """The number of the sample with digests in the next push. None: no digests."""
+    def seal(self, version: int) -> Seal | None:
+        """Return the digests of the next push, with this version. None: no digests."""
         if self.verify == "none":
             return None
-        return WHOLE if self.verify == "full" or self.pushes == 0 else self.pushes % SAMPLES
+        return Seal(WHOLE if self.verify == "full" or self.pushes == 0 else self.pushes % SAMPLES, version)
+
+    def go(self, version: int, digests: list[int]) -> Go:
+        """Return the workers' order to load the next push.
+
+        digests: of each rank's sample of bytes read in place.
+        """
+        seal = self.seal(version)
+        return Go(version, None if seal is None else seal.sample, self.place_sample, digests)
 
     @property
     def place_sample(self) -> int | None:

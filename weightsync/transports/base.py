@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weightsync.errors import ConfigError, ProtocolError
+from weightsync.kernels.digest import GOLDEN, STEP
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
@@ -49,6 +50,24 @@ DIGEST_BYTES = 8
 
 Wait = Callable[[float], None]
 """A function called during waits. It sleeps for at most that many seconds, and raises if a peer has failed."""
+
+
+class Seal(NamedTuple):
+    """The digests behind the runs of one push.
+
+    They are bound to the push and the chunk: zeros, and bytes of another chunk or push, have other digests.
+
+    Attributes:
+        sample: The number of each run's sample.
+        version: The version of the push.
+    """
+
+    sample: int
+    version: int
+
+    def seed(self, chunk: int) -> int:
+        """Return the summand of each digest of a chunk."""
+        return self.version * STEP + (chunk + 1) * GOLDEN
 
 
 @dataclass(frozen=True)
@@ -260,7 +279,7 @@ class Transport(ABC):
         """
         return 0
 
-    def begin_send(self, sample: int | None) -> None:
+    def begin_send(self, seal: Seal | None) -> None:
         """Begin the part of `send` without workers, while engines pause.
 
         Every rank calls it, at most once in a push, before `send`. The push may still end without `send`.
@@ -276,14 +295,14 @@ class Transport(ABC):
         return False
 
     @abstractmethod
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+    def send(self, chunks: Sequence[int], seal: Seal | None, update: Update) -> None:
         """Send this rank's part of these chunks. Every rank calls it, once in a push.
 
         Return once the tensors may be changed again, or sooner if workers read in place. Wait with `update.wait`.
 
         Args:
             chunks: The numbers of all chunks of the push, in order.
-            sample: The sample whose digest follows each run. None: no digests.
+            seal: The digest behind each run. None: no digests.
 
         Raises:
             SyncTimeoutError: No chunk moved within the timeout.

@@ -25,7 +25,7 @@ from weightsync.errors import ProtocolError
 from weightsync.kernels.changed_words import NONE, ChangeFinder, Piece, can_compare, table_bytes, words_of
 from weightsync.planning.layout import ShardLocation, itemsize
 from weightsync.planning.transfer_plan import TransferPlan
-from weightsync.transports.base import align
+from weightsync.transports.base import Seal, align
 from weightsync.transports.staging import Layout, Packer, keys_of
 
 HEAD_BYTES = 24
@@ -225,16 +225,16 @@ class Bases:
         """Forget the comparisons whose changes have not been found."""
         self._counting.clear()
 
-    def compare(self, first: int, sample: int | None) -> None:
+    def compare(self, first: int, seal: Seal | None) -> None:
         """Begin to compare part number `first` and some after it. Those with chunks in slots are left to `find`.
 
         Call it once the changes of part `first - 2` and of all before have been sent: their rooms are used again.
         """
         for number, part in enumerate(self.parts[first : first + _QUEUED], first):
             if number not in self._counting and self._packed.isdisjoint(part.chunks):
-                self._compare(number, sample)
+                self._compare(number, seal)
 
-    def find(self, number: int, sample: int | None) -> list[Found]:
+    def find(self, number: int, seal: Seal | None) -> list[Found]:
         """Find the changes of a part along each chain, and make the bases equal. Waits for the comparison.
 
         Call it once the changes of part `number - 2` and of all before have been sent: their rooms are used again.
@@ -243,9 +243,9 @@ class Bases:
         if self._packed.isdisjoint(part.chunks):
             for chunk in part.chunks:
                 self._packer.gather(chunk)
-            self.compare(number, sample)
+            self.compare(number, seal)
         else:
-            self._compare(number, sample)
+            self._compare(number, seal)
         bodies, found = self._bodies(number), []
         for chain, count in self._counting.pop(number).items():
             finder, size = part.finders[chain], table_bytes(part.finders[chain].tiles) + 3 * count()
@@ -254,7 +254,7 @@ class Bases:
                 found.append(Found(chain, body, finder.checksum()))
         return found
 
-    def _compare(self, number: int, sample: int | None) -> None:
+    def _compare(self, number: int, seal: Seal | None) -> None:
         """Begin to compare a part. A slot's bytes are compared before the next chunk comes there."""
         part, bodies = self.parts[number], self._bodies(number)
         for at, group in enumerate(part.groups):
@@ -262,7 +262,7 @@ class Bases:
                 for chunk in group:
                     self._pack(chunk)
             for chain, finder in part.finders.items():
-                finder.find(at, bodies[chain], NONE if sample is None else sample)
+                finder.find(at, bodies[chain], NONE if seal is None else seal.sample)
         self._counting[number] = {chain: _begin_to_read(finder.words) for chain, finder in part.finders.items()}
 
     def _pack(self, number: int) -> None:

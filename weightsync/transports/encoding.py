@@ -105,7 +105,7 @@ class Encoder:
             self._bases.clear()
 
     def reconnect(self) -> None:
-        """Go on with workers of several connections. They have equal runs, with digests of unlike samples."""
+        """Go on with workers of several connections. They have equal runs, with digests of unlike pushes."""
         drop_digests(self._bases.values())
 
 

@@ -120,11 +120,11 @@ class FilesTransport(base.Transport):
     def drop_workers(self, workers: Collection[int]) -> bool:
         return True  # workers read files: nothing is sent to them
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+    def send(self, chunks: Sequence[int], seal: base.Seal | None, update: Update) -> None:
         writer = still_open(self._writer)
         writer.pushes += 1
         for number in chunks:
-            still_open(self._writer).write(number, sample)
+            still_open(self._writer).write(number, seal)
             update.wait(0.0)
 
     def on_commit(self, version: int) -> None:
@@ -173,17 +173,17 @@ class _ShardWriter:
             shard_files.create(self._incoming / str(self.pushes + 1), self._shards, self._beside)
             self._created += 1
 
-    def write(self, number: int, sample: int | None) -> None:
+    def write(self, number: int, seal: base.Seal | None) -> None:
         """Write this rank's part of a chunk, and then its digest into the rank's progress file."""
         sections = self._layout[number].values()
         for section in sections:
             section.clear_gaps(self._slot)
-        self.packer.fill(number, sample)
+        self.packer.fill(number, seal)
         digest = bytes(base.DIGEST_BYTES)
         for section in sections:
             regions = ((p, base.strided(self._slot, p.dtype, p.offset, p.box.size, p.stride)) for p in section.places)
             shard_files.write(self.folder(), self._shards, regions)
-            if sample is not None:
+            if seal is not None:
                 digest = self._slot[section.end - base.DIGEST_BYTES : section.end].numpy().tobytes()
         shard_files.append(_progress(self._incoming, self._rank), digest)
 

@@ -154,10 +154,10 @@ class IpcTransport(base.Transport):
             self._sender.left.update(workers)
         return True
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+    def send(self, chunks: Sequence[int], seal: base.Seal | None, update: Update) -> None:
         sender = still_open(self._sender)
         sender.close_files()  # every worker has mapped them: closed files vanish even if a process is killed
-        sender.send(chunks, sample, update)
+        sender.send(chunks, seal, update)
 
     def abort(self) -> None:
         self._forget()
@@ -202,7 +202,7 @@ class _SlotSender:
             else:
                 self.slots[number] = file.data
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
+    def send(self, chunks: Sequence[int], seal: base.Seal | None, update: Update) -> None:
         """Send as `Transport.send` does."""
         begun = self._filled
         for number in chunks:
@@ -214,7 +214,7 @@ class _SlotSender:
                 # too.
                 taken = max(self._filled - base.SLOTS + 1, begun)
                 wait_until(partial(self._late, taken), "take a chunk", update.wait, update.deadline_after_workers())
-            packer.fill(number, sample)
+            packer.fill(number, seal)
             for slot in self.slots.values():
                 base.finish_stream(slot.device)
             self._filled += 1

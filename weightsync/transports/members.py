@@ -20,7 +20,7 @@ from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
 from weightsync.planning.layout import Count
 from weightsync.planning.transfer_plan import Chain, choose_chains
-from weightsync.transports.base import RouteRequest, Transport, TransportReceiver, Wait
+from weightsync.transports.base import RouteRequest, Seal, Transport, TransportReceiver, Wait
 from weightsync.transports.communicator import Communicator
 from weightsync.transports.nccl_group import NcclGroup
 from weightsync.transports.staging import still_open
@@ -70,8 +70,8 @@ class MemberTransport(Transport):
             torch.cuda.synchronize(gpu)
         return 0
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> None:
-        self.sent_bytes = still_open(self._sender).send(chunks, sample, update)
+    def send(self, chunks: Sequence[int], seal: Seal | None, update: Update) -> None:
+        self.sent_bytes = still_open(self._sender).send(chunks, seal, update)
 
     def abort(self) -> None:
         if self._rendezvous is not None:

@@ -145,8 +145,8 @@ class NcclTransport(members.MemberTransport):
             sender.communicator.link(sender.first_sends(), [], wait, deadline)
             sender.pack()  # while the workers prepare their copies
 
-    def begin_send(self, sample: int | None) -> None:
-        still_open(self._sender).begin(sample)
+    def begin_send(self, seal: base.Seal | None) -> None:
+        still_open(self._sender).begin(seal)
 
     def on_commit(self, version: int) -> None:
         still_open(self._sender).note_loaded()

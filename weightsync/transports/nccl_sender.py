@@ -12,7 +12,7 @@ import torch
 
 from weightsync.net.update import Update
 from weightsync.planning.transfer_plan import TransferPlan
-from weightsync.transports.base import FIRST_USES, SLOTS, LocalTensors, Wait
+from weightsync.transports.base import FIRST_USES, SLOTS, LocalTensors, Seal, Wait
 from weightsync.transports.changes import WHOLE, Bases, Choice, Found, first_whole, head
 from weightsync.transports.communicator import Communicator, Operation, PeerBuffer, UnderWay, longest
 from weightsync.transports.encoding import Encoder
@@ -82,7 +82,7 @@ class Sender:
         """Prepare the copies into the slots."""
         self.packer = self._new_packer()
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
+    def send(self, chunks: Sequence[int], seal: Seal | None, update: Update) -> int:
         """Send as `Transport.send` does, until `packer` is None. Return the bytes sent."""
 
         def wait(seconds: float) -> None:
@@ -90,11 +90,11 @@ class Sender:
             update.wait(seconds)
 
         self._sent_bytes = 0
-        self._send_runs(self._send_changes(chunks, sample, update, wait), sample, update, wait)
+        self._send_runs(self._send_changes(chunks, seal, update, wait), seal, update, wait)
         self.pushes += 1
         return self._sent_bytes
 
-    def begin(self, sample: int | None) -> None:
+    def begin(self, seal: Seal | None) -> None:
         """Do as `Transport.begin_send` does."""
         return
 
@@ -102,13 +102,13 @@ class Sender:
         """Note that all workers have loaded the push."""
         return
 
-    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
+    def _send_changes(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> Sequence[int]:
         """Begin a push, and send some chunks as changes. Return the others."""
         return chunks
 
-    def _fill(self, number: int, sample: int | None) -> None:
+    def _fill(self, number: int, seal: Seal | None) -> None:
         """Write the bytes of a chunk and their digests into its slot."""
-        still_open(self.packer).fill(number, sample)
+        still_open(self.packer).fill(number, seal)
 
     def _sends(self, number: int, runs: Sequence[tuple[torch.Tensor, int]]) -> Sequence[tuple[torch.Tensor, int]]:
         """Return the data to send for the runs of a chunk, each with its chain."""
@@ -118,7 +118,7 @@ class Sender:
         """Keep the runs of a chunk that is being sent."""
         return
 
-    def _send_runs(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> None:
+    def _send_runs(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> None:
         under_way = UnderWay()
         # A first use of a kernel may synchronise the GPU. The host waits for earlier operations before it.
         first_uses = FIRST_USES if still_open(self.packer).is_loaded and not self._computes else len(chunks)
@@ -135,7 +135,7 @@ class Sender:
             slot = self._slots[number % SLOTS]
             for section in self.layout[number].values() if self._clears_gaps else ():
                 section.clear_gaps(slot)
-            self._fill(number, sample)
+            self._fill(number, seal)
             runs = [(slot[each.first : each.end], chain) for chain, each in self.layout[number].items()]
             if sends := self._sends(number, runs):
                 posted[number % SLOTS] = self._start(number, sends, under_way)
@@ -168,7 +168,7 @@ class MessageSender(Sender):
         self._encoder.reconnect()
         self.pushes = self._encoder.pushes
 
-    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
+    def _send_changes(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> Sequence[int]:
         under_way = UnderWay()
         self._encoder.begin()
         self._announce(self._encoder.encodes, under_way)
@@ -184,8 +184,8 @@ class MessageSender(Sender):
         for run, chain in runs:
             self._encoder.keep((number, chain), run, number in self._changing)
 
-    def _send_runs(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> None:
-        super()._send_runs(chunks, sample, update, wait)
+    def _send_runs(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> None:
+        super()._send_runs(chunks, seal, update, wait)
         self._encoder.end()
 
 
@@ -221,7 +221,7 @@ class ChangeSender(Sender):
     def _new_bases(self, kept: Bases | None) -> Bases:
         return Bases(self._plan, self.layout, self._slots, still_open(self.packer), self._on_host, self._aside, kept)
 
-    def begin(self, sample: int | None) -> None:
+    def begin(self, seal: Seal | None) -> None:
         """Begin to compare, if this push sends its changes.
 
         A comparison makes the bases equal to this push. So if it ends before `send`, the next one sends everything.
@@ -234,12 +234,12 @@ class ChangeSender(Sender):
             return
         self._begun = True
         if not self._computes:  # else the ranks gather together, which must be in the order of `send`
-            self._bases.compare(0, sample)
+            self._bases.compare(0, seal)
 
     def note_loaded(self) -> None:
         self._choice.note_loaded(self._tried, self._were_sent)
 
-    def _send_changes(self, chunks: Sequence[int], sample: int | None, update: Update, wait: Wait) -> Sequence[int]:
+    def _send_changes(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> Sequence[int]:
         """Send the changes, if this push does, and return chunks as `Sender` does. Collective among the ranks."""
         under_way = UnderWay()
         self._tried, self._were_sent, self._begun = not self._whole_left, False, False
@@ -252,25 +252,25 @@ class ChangeSender(Sender):
             self._announce(self._tried, under_way)
         coming = iter(chunks)
         if self._tried:
-            self._were_sent = self._send_parts(still_open(self._bases), coming, sample, update, wait)
+            self._were_sent = self._send_parts(still_open(self._bases), coming, seal, update, wait)
         under_way.bound(0, wait, update.deadline_after_workers())
         self._whole_left = update.ranks.broadcast(self._choice.after(), "transfer")
         return [*coming] if self._were_sent else chunks
 
-    def _fill(self, number: int, sample: int | None) -> None:
+    def _fill(self, number: int, seal: Seal | None) -> None:
         if self._tried and number in self._changing:
             # A stream gives its tensors once, and the comparison has read them.
             still_open(self._bases).restore(number)
-            still_open(self.packer).seal(number, sample)
+            still_open(self.packer).seal(number, seal)
         else:
-            super()._fill(number, sample)
+            super()._fill(number, seal)
 
     def _keep(self, number: int, runs: Sequence[tuple[torch.Tensor, int]]) -> None:
         if self._bases is not None and not self._tried:  # a comparison has made the bases equal
             for run, chain in runs:
                 self._bases.keep(number, chain, run)
 
-    def _send_parts(self, bases: Bases, chunks: Iterator[int], sample: int | None, update: Update, wait: Wait) -> bool:
+    def _send_parts(self, bases: Bases, chunks: Iterator[int], seal: Seal | None, update: Update, wait: Wait) -> bool:
         """Send the changes of each part, and take its numbers from `chunks`. Return whether all ranks' found room."""
         under_way, fits, count = UnderWay(), True, len(bases.parts)
 
@@ -278,7 +278,7 @@ class ChangeSender(Sender):
             under_way.bound(left, wait, update.deadline_after_workers())
 
         for part in range(count):
-            found = bases.find(part, sample)
+            found = bases.find(part, seal)
             _ = [*islice(chunks, len(bases.parts[part].chunks))]  # the progress bar follows
             fits = fits and all(each.body is not None for each in found)
             earlier = len(under_way)

@@ -139,7 +139,7 @@ class _RankSlots:
         self.packer: staging.Packer | None = staging.Packer(plan, tensors, self.layout, dict(enumerate(self.slots)))
         self._offers = _Offers(group)
 
-    def send(self, chunks: Sequence[int], sample: int | None, update: Update) -> int:
+    def send(self, chunks: Sequence[int], seal: base.Seal | None, update: Update) -> int:
         """Send as `Transport.send` does. Return the bytes offered to workers."""
         sent_bytes = 0
         for number in chunks:
@@ -147,7 +147,7 @@ class _RankSlots:
             if sections:
                 late, deadline = partial(self._offers.late, slot), update.deadline_after_workers()
                 staging.wait_until(late, "read a chunk", update.wait, deadline, _longest_poll_s(self.device))
-            staging.still_open(self.packer).fill(number, sample)
+            staging.still_open(self.packer).fill(number, seal)
             if not sections:
                 continue
             if self.device.type == "cuda":

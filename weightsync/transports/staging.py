@@ -20,7 +20,7 @@ from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize, part_of, row_major
 from weightsync.planning.transfer_plan import TransferPlan
 from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
-from weightsync.transports.base import DIGEST_BYTES, Endpoint, LocalTensor, LocalTensors, Wait, align, strided
+from weightsync.transports.base import DIGEST_BYTES, Endpoint, LocalTensor, LocalTensors, Seal, Wait, align, strided
 
 Opened = TypeVar("Opened")
 
@@ -206,8 +206,8 @@ class Packer:
         step = self._steps[number]
         return None if step.computed else dict(step.ready)
 
-    def fill(self, number: int, sample: int | None) -> None:
-        """Copy the rank's current values into the chunk's slot, and write the digests of `sample` after them.
+    def fill(self, number: int, seal: Seal | None) -> None:
+        """Copy the rank's current values into the chunk's slot, and write the digests of `seal` after them.
 
         Every rank calls it for every staged chunk, even without a part in it. On a GPU the copies are queued on the
         current stream.
@@ -223,13 +223,13 @@ class Packer:
                 place.copy_(_part(self._values[own], own.box, box))
             if self._last[own] == number:
                 del self._values[own]
-        self.seal(number, sample)
+        self.seal(number, seal)
 
-    def seal(self, number: int, sample: int | None) -> None:
-        """Write the digests of `sample` after the bytes in the chunk's slot."""
+    def seal(self, number: int, seal: Seal | None) -> None:
+        """Write the digests of `seal` after the bytes in the chunk's slot. None: write none."""
         step = self._steps[number]
-        if sample is not None and step.slot is not None:
-            self._digests.write(sample, self._written[number], number)
+        if seal is not None and step.slot is not None:
+            self._digests.write(seal.sample, self._written[number], number, seal.seed(number))
             step.slot.view(torch.int64).index_copy_(0, self._ends[number], self._written[number])
 
 

@@ -29,7 +29,7 @@ from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
 from weightsync.planning.layout import Manifest, ShardLocation, itemsize
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
-from weightsync.transports.base import FIRST_USES, TransportReceiver, Wait, finish_stream
+from weightsync.transports.base import FIRST_USES, Seal, TransportReceiver, Wait, finish_stream
 from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel, any_worker
@@ -365,6 +365,7 @@ class _BoundPlan:
 
     def _run(self, go: Go, wait: Wait, new_deadline: NewDeadline, due: Sequence[int], is_first: bool) -> Done:
         nbytes, load_s, source = 0, 0.0, self._arrivals.source
+        seal = None if go.sample is None else Seal(go.sample, go.version)
         self.verifier.begin()
         loaded, transfer_s, verify_s = self._receive_changes(go, wait, new_deadline)
         since = time.perf_counter()
@@ -378,7 +379,7 @@ class _BoundPlan:
             if number in self._blocking or (is_first and number in self._first_uses):
                 await_stream(self._arrivals.model.device, number, source.waiting_for, wait, new_deadline())
             arrived = time.perf_counter()
-            self.verifier.check_chunk(number, go.sample)
+            self.verifier.check_chunk(number, seal)
             verified = time.perf_counter()
             with self._meeting(wait, new_deadline()) if number in self._collective else nullcontext():
                 nbytes += sum(path.load(number) for path in self._paths)
@@ -388,7 +389,8 @@ class _BoundPlan:
             load_s += since - verified
         if loaded != list(due):
             raise ProtocolError(f"{len(loaded)} of {len(due)} chunks of version {go.version} came, or in another order")
-        self._refuse_unfinished(go.version)
+        if unfinished := [name for path in self._paths for name in path.unfinished()]:
+            raise ProtocolError(f"version {go.version} came, but these are incomplete: {', '.join(unfinished[:5])}")
         return Done(go.version, nbytes, transfer_s, verify_s, load_s)
 
     def _receive_changes(self, go: Go, wait: Wait, new_deadline: NewDeadline) -> tuple[list[int], float, float]:
@@ -421,10 +423,6 @@ class _BoundPlan:
                 if number in changed.kept:
                     nbytes += in_place.load(number)
         return nbytes
-
-    def _refuse_unfinished(self, version: int) -> None:
-        if unfinished := [name for path in self._paths for name in path.unfinished()]:
-            raise ProtocolError(f"version {version} came, but these are incomplete: {', '.join(unfinished[:5])}")
 
 
 def _check_sizes(manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from weightsync.kernels.digest import WHOLE, Digests
 from weightsync.net.wire import Go
 from weightsync.planning.grouping import grouped
 from weightsync.planning.wire_types import ByteRange
-from weightsync.transports.base import DIGEST_BYTES, TransportReceiver
+from weightsync.transports.base import DIGEST_BYTES, Seal, TransportReceiver
 from weightsync.transports.proof import MemoryFingerprint
 
 _NOTED_SAMPLE = 0
@@ -25,7 +25,9 @@ class Verifier:
     def __init__(
         self, source: TransportReceiver, runs: Sequence[Sequence[ByteRange]], in_place: Sequence[ByteRange]
     ) -> None:
-        numbers, own = count(), [_by_device(source, those) for those in runs]
+        # The runs on each device, chunk by chunk.
+        own = [[*grouped(those, lambda run: source.storage(run.rank, run.storage).device).values()] for those in runs]
+        numbers = count()
         self._chunks = [[(next(numbers), those, _sent_behind(source, those)) for those in chunk] for chunk in own]
         self._digests = Digests(*([_bytes(source, run) for run in those] for chunk in own for those in chunk))
         if several := next((sent for chunk in self._chunks for *_, sent in chunk if len(sent) > 1), None):
@@ -53,17 +55,17 @@ class Verifier:
         self._suspects.clear()
         self._proving = lambda: None
 
-    def check_chunk(self, number: int, sample: int | None) -> None:
-        """Compare the runs of a chunk with the digests behind them. `sample` None: the chunk has no digests.
+    def check_chunk(self, number: int, seal: Seal | None) -> None:
+        """Compare the runs of a chunk with the digests behind them. `seal` None: the chunk has no digests.
 
         Raises `DigestError` at once for runs in CPU memory. For runs in GPU memory `finish` raises it, because nothing
         here waits.
         """
-        if sample is None:
+        if seal is None:
             return
         for group, runs, expected in self._chunks[number]:
             sent = expected[0] if len(expected) == 1 else torch.cat(expected)
-            differs = self._digests.compare(sample, sent.view(torch.int64), group)
+            differs = self._digests.compare(seal.sample, sent.view(torch.int64), group, seal.seed(number))
             self._suspects.append((number, runs, differs))
             if not differs.is_cuda:
                 self._refuse_suspects()
@@ -92,7 +94,7 @@ class Verifier:
             if is_other:
                 raise DigestError(
                     f"chunk {number} from trainer rank {run.rank} arrived with another digest: its {run.nbytes} bytes "
-                    "changed on the way. The weights may be a mixture; push again"
+                    "changed on the way, or never came. The weights may be a mixture; push again"
                 )
 
     def _begin_search(self, digests: Sequence[int], sample: int) -> Callable[[], int | None]:
@@ -141,11 +143,6 @@ def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Return a digest of each contiguous tensor by name. Sleep at level 2 changes it, see `_NOTED_SAMPLE`."""
     runs = {name: each.data.reshape(-1).view(torch.uint8) for name, each in tensors.items() if each.is_contiguous()}
     return dict(zip(runs, Digests([*runs.values()]).of(_NOTED_SAMPLE), strict=True))
-
-
-def _by_device(source: TransportReceiver, runs: Sequence[ByteRange]) -> list[list[ByteRange]]:
-    """Return the runs on each device."""
-    return [*grouped(runs, lambda run: source.storage(run.rank, run.storage).device).values()]
 
 
 def _bytes(source: TransportReceiver, run: ByteRange) -> torch.Tensor:

@@ -25,7 +25,8 @@ from weightsync.sources.edits import region
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, require, same_bytes
 from weightsync.tools.testing.runner import Mail, run_together
-from weightsync.transports.base import DIGEST_BYTES, LocalTensors, RouteRequest, Transport, TransportReceiver, strided
+from weightsync.transports import Seal, Transport, TransportReceiver
+from weightsync.transports.base import DIGEST_BYTES, LocalTensors, RouteRequest, strided
 from weightsync.transports.proof import MemoryFingerprint
 
 
@@ -217,7 +218,6 @@ class _Rank:
         unmapped = sorted({location.name for location, each in tensors.at.items() if not transport.can_map(each)})
         everyone = mail.gather(([*tensors.at], unmapped), "plan", tuple[list[ShardLocation], list[str]])
         first = transport.invite(self.ranks, self.workers, mail.host) if mail.rank == 0 else []
-        to_workers = first[len(self.ranks) :]
         if invited := mail.broadcast(first[: len(self.ranks)], "plan"):
             transport.meet(invited[mail.rank], self.device, self.update.deadline())
         made = self.compile(everyone, cut) if mail.rank == 0 else None
@@ -230,7 +230,7 @@ class _Rank:
             *(
                 {
                     "do": "connect",
-                    "invitation": to_workers[at] if to_workers else {},
+                    "invitation": first[len(self.ranks) + at] if first else {},
                     "storages": [row for storages, _ in rows for row in storages[at]],
                     "in_place": [row for _, those in rows for row in those],
                     "arrivals": endpoint.arrivals,
@@ -276,9 +276,9 @@ class _Rank:
         self.version += 1
         digests = self.look(self.pushes if sample is not None else None)
         due = [*self.plan.due(first=self.pushes == 0)]
-        told = {"do": "push", "due": due, "sample": sample, "contents": contents}
+        told = {"do": "push", "due": due, "sample": sample, "version": self.version, "contents": contents}
         self.order({**told, "place_sample": self.pushes, "digests": digests})
-        self.transport.send(due, sample, self.update)
+        self.transport.send(due, None if sample is None else Seal(sample, self.version), self.update)
         self.hear()
         if self.mail.rank == 0:
             self.transport.on_commit(self.version)
@@ -307,7 +307,7 @@ class _Rank:
                 self.had.clear()
                 if reason == "abort":
                     abort.start()
-                self.transport.send(due, WHOLE, update)
+                self.transport.send(due, Seal(WHOLE, self.version + 1), update)
             if reason == "abort":
                 abort.join()
             self.mail.gather(None, "done")
@@ -392,8 +392,8 @@ class _Worker:
             locations, runs = self.chunks[number]
             for run in runs if sample is not None else ():
                 sent = int.from_bytes(bytes(self.bytes_of(run, DIGEST_BYTES)[run.nbytes :].tolist()), "little")
-                found = digest(self.bytes_of(run).clone(), sample)
-                require(found == sent & MASK, f"{run} of chunk {number} arrived with another digest")
+                found = digest(self.bytes_of(run).clone(), sample) + Seal(sample, order["version"]).seed(number)
+                require(found & MASK == sent, f"{run} of chunk {number} arrived with another digest")
             for p in locations:
                 wire: torch.dtype = getattr(torch, _TRIAL[p.name].wire)
                 data = self.source.storage(p.rank, p.storage)
