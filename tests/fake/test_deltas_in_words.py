@@ -260,6 +260,38 @@ def test_all_ranks_send_everything_where_one_finds_no_room():
     run_ranks(rank_whose_changes_find_no_room, 2)
 
 
+def first_exchange(rank: int, encoding: Any, by_words: bool) -> None:
+    nccl.finds_words = lambda device: by_words
+    link = Communicator.link
+    sent: dict[tuple[int, int], int] = {}
+    received: dict[tuple[int, int], int] = {}
+
+    def note(self: Communicator, sends: Any, receives: Any, *rest: Any) -> None:
+        sent.update({(self.rank, member): data.numel() for data, member in sends})
+        received.update({(member, self.rank): data.numel() for data, member in receives})
+        link(self, sends, receives, *rest)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Communicator, "link", note))
+        hosts = [engine_host(), engine_host()] if rank == 0 else []
+        trainer = Trainer([stack.enter_context(closing(FakeEngine(host))) for host in hosts] or None, encoding=encoding)
+        fully_shard(trainer.model, mesh=init_device_mesh("cpu", (2,)))
+        trainer.push()
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, (sent, received))
+        trainer.sync.close()
+    (sent, received), (other_sent, other_received) = everyone
+    sent, received = sent | other_sent, received | other_received
+    assert {(0, 2), (1, 2), (2, 3)} == sent.keys()
+    assert sent == received
+
+
+@pytest.mark.parametrize(("encoding", "by_words"), [(None, False), ("delta", False), ("delta", True)])
+def test_both_ends_of_a_first_exchange_expect_equal_sizes(encoding: str | None, by_words: bool):
+    """NCCL would wait for the missing bytes."""
+    run_ranks(first_exchange, 2, encoding, by_words)
+
+
 @pytest.mark.parametrize("form", [fp8_per_channel, int8_per_channel], ids=["fp8", "int8"])
 def test_an_engine_that_quantises_keeps_the_bytes_of_its_weights(form: Form):
     host = ModuleHost(TinyEngineModel, checkpoint(1), partial(quantise, form))

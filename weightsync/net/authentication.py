@@ -5,7 +5,7 @@
     dialer      Hello, and from here on both send frames with a seal each
 
 Proof and seals are made from the session's token and the key of $WEIGHTSYNC_KEY, if one is set. Without a key both ends
-must be processes of one user on one host. Nothing else is read from a peer before it has proven itself.
+must be processes of one user on one host. Only a greeting is read from a peer before it has proven itself.
 """
 
 from __future__ import annotations

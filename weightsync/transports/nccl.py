@@ -231,7 +231,8 @@ class NcclReceiver(members.MemberReceiver):
         """Return the first sends and receives: the longest run on the way to and from each member."""
         told = self._told
         slots = [(self._slots[number % told.slots], runs) for number, runs in enumerate(told.runs) if runs]
-        sends = [(slot[: max(end for _, _, end in runs)], told.onward) for slot, runs in slots]
+        # With an encoding, runs are passed on one by one.
+        sends = [(slot[f if told.encoders else 0 : end], told.onward) for slot, runs in slots for _, f, end in runs]
         receives = [(slot[first:end], member) for slot, runs in slots for member, first, end in runs]
         return longest((data, member) for data, member in sends if member is not None), longest(receives)
 
