@@ -47,15 +47,18 @@ def main(source: str = "cpu", target: str = "cpu") -> None:
         PIECE_BYTES[where.type] = nbytes // pieces
         seconds = []
         for _ in range(1 + REPEATS):
+            room.zero_()
+            if where.type == "cuda":
+                torch.cuda.synchronize(where)
             started = time.perf_counter()
             read = agent.read(address, 0, 0, room, 1)
             while not agent.is_read(read, address):
                 continue
             seconds.append(time.perf_counter() - started)
+            assert bool((room == 1).all())
         size, speed = nbytes // pieces >> 10, nbytes / min(seconds[1:]) / 1e9
         sys.stdout.write(f"{pieces:5} pieces of {size:6} KiB: {speed:.2f} GB/s\n")
         sys.stdout.flush()
-    assert bool(room.all())
     pipe.send(None)
 
 

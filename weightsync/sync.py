@@ -234,7 +234,7 @@ class WeightSync:
                     report = update.report = self._strategy.run(update, model)
                 return report
             except FrozenLostError as error:
-                if version is not None and error.facts.get("updated"):
+                if "spent" in error.facts:
                     raise
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
@@ -243,7 +243,6 @@ class WeightSync:
                     or not self._strategy.lost
                     or not error.facts.get("survivors")
                     or "spent" in error.facts
-                    or (version is not None and error.facts.get("updated"))
                 ):
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._strategy.lost), error)

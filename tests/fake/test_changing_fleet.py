@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapted_trainer import with_adapter
-from fake_engine import ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from optional_transports import NIXL
 from ranks import run_ranks
 from recorders import RecordedEngine, sent_messages
@@ -21,6 +23,7 @@ from weightsync import (
     CheckpointTransport,
     ConfigError,
     EngineUnreachableError,
+    ManifestError,
     TensorSelection,
     WeightSync,
     WeightSyncError,
@@ -489,6 +492,46 @@ def test_push_does_not_wait_for_a_lost_engine_that_does_not_answer(engines: list
     assert answer.result(TIMEOUT_S)
     assert roster.engines() == engines[:2]
     assert roster.lost == set()
+
+
+@pytest.mark.parametrize("leave", ["removed", "started anew"])
+def test_push_after_a_refused_one_asks_nothing_of_an_engine_that_left(engines: list[Named], leave: str) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", engines[:2], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        if leave == "removed":
+            sync.engines.remove(engines[1])
+        else:
+            engines[1].start_anew()
+        with pytest.raises(ConfigError, match="expected one torch"):
+            sync.push("no model")  # type: ignore[arg-type]
+        sync.push(fill(model, 3))
+        assert engines[0].serves(3)
+        assert engines[1].serves(2 if leave == "removed" else 3)
+
+
+class OneLayer(TinyEngineModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:1]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(OneLayer, "Unexpected 9"), (partial(TinyEngineModel, 0, 2), "no place for")]
+)
+def test_engine_that_would_be_refused_alone_is_refused_beside_another(
+    engines: list[Named], make: Callable[[], nn.Module], words: str
+) -> None:
+    """The second one's loader takes a slice of attention that is too large, as vLLM's do."""
+    own = {name: tensor for name, tensor in checkpoint(1).items() if make is not OneLayer or "layers.1" not in name}
+    with (
+        closing(FakeEngine(ModuleHost(make, own))) as other,
+        WeightSync("fsdp", "ipc", [engines[0], other], timeout_s=TIMEOUT_S) as sync,
+    ):
+        other.name = "the other"
+        with pytest.raises(ManifestError, match=f"do not fit the other's model.*{words}"):
+            sync.push(trainer_model(checkpoint(2)))
+        assert engines[0].serves(1)
 
 
 def change_from_ranks(rank: int, transport: str) -> None:

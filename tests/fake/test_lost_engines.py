@@ -15,7 +15,7 @@ from optional_transports import NIXL
 from ranks import run_ranks
 from recorders import RecordedEngine
 
-from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync
+from weightsync import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSync, WeightSyncError
 from weightsync.fleet import EngineList, engine_handle
 from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.fleet.roster import Roster
@@ -86,6 +86,24 @@ def test_others_serve_the_version_and_the_report_names_the_lost_one(
         assert back.left_out == ()
         assert len(back.workers) == 2
         assert all(engine.serves(5) for engine in engines)
+
+
+def test_version_of_the_caller_is_not_pushed_twice_after_a_commit(
+    engines: list[MortalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WeightSync("fsdp", "ipc", engines, on_engine_failure="drop", timeout_s=TIMEOUT_S) as sync:
+        sync.push(trainer_model(checkpoint(2)), version=1)
+
+        def die(version: int) -> float:
+            engines[1].die()
+            raise RuntimeError("it died")
+
+        monkeypatch.setattr(engines[1].sessions[0].receiver, "commit", die)
+        with pytest.raises(WeightSyncError, match=r"engine 1.*version 2 is spent, so push again") as raised:
+            sync.push(trainer_model(checkpoint(3)), version=2)
+        assert raised.value.spent == ["the version"]
+        assert sync.push(trainer_model(checkpoint(3)), version=3).left_out == ("engine 1",)
+        assert engines[0].serves(3)
 
 
 def test_others_go_on_by_one_call_where_the_push_raises(engines: list[MortalEngine]) -> None:

@@ -12,6 +12,7 @@ import torch
 from engines import TIMEOUT_S
 from fake_engine import (
     Attention,
+    Embedding,
     FakeEngine,
     ModuleHost,
     TinyEngineModel,
@@ -22,7 +23,15 @@ from fake_engine import (
 )
 from torch import nn
 
-from weightsync import ConfigError, PushReport, TensorSelection, WeightSync, WeightSyncError
+from weightsync import (
+    ConfigError,
+    ManifestError,
+    PushReport,
+    TensorSelection,
+    UnsupportedError,
+    WeightSync,
+    WeightSyncError,
+)
 from weightsync.net.wire import MachineInfo, Value
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta
 from weightsync.strategies.inventory import Inventory, frozen_everywhere
@@ -118,6 +127,40 @@ def test_engine_that_has_lost_what_is_frozen_gets_everything(host: ModuleHost, e
     assert trainer.push().nbytes == trained_bytes("layers.0.attn")
     trainer.check(host)
     trainer.sync.close()
+
+
+def by_columns(module: nn.Module) -> None:
+    """Keep an embedding transposed in memory, as vLLM keeps weights in 8 bits."""
+    if isinstance(module, Embedding):
+        module.weight.data = module.weight.data.t().contiguous().t()
+
+
+def test_engine_that_has_lost_frozen_weights_in_another_order_gets_everything():
+    host = ModuleHost(TinyEngineModel, checkpoint(1), by_columns)
+    with closing(FakeEngine(host)) as engine:
+        trainer = Pusher(engine, TensorSelection(frozen=("embed.weight",)))
+        trainer.push()
+        assert trainer.push().nbytes < trained_bytes("")
+        for param in host.live.parameters():
+            param.data.fill_(torch.nan)
+        assert trainer.push().nbytes == trained_bytes("")
+        trainer.check(host)
+        trainer.sync.close()
+
+
+def test_frozen_weights_with_gaps_in_an_engine_that_sleeps_are_refused():
+    def widen(module: nn.Module) -> None:
+        if isinstance(module, Embedding):
+            module.weight.data = torch.cat([module.weight.data] * 2, 1)[:, : module.weight.shape[1]]
+
+    host = ModuleHost(TinyEngineModel, checkpoint(1), widen)
+    host.may_discard = True
+    with closing(FakeEngine(host)) as engine:
+        trainer = Pusher(engine, TensorSelection(frozen=("embed.weight",)))
+        with pytest.raises(UnsupportedError, match="none of the frozen tensors lies in a parameter"):
+            trainer.push()
+        assert engine.sessions[0].receiver.state == "CLEAN"
+        trainer.sync.close()
 
 
 def test_a_frozen_tensor_that_changes_after_all_reaches_nobody(host: ModuleHost, engine: FakeEngine):
@@ -276,6 +319,26 @@ def test_after_an_engines_restart_everything_is_sent(post_process: Callable[[nn.
     trainer.check(engine.host_)
     trainer.sync.close()
     engine.now.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Buffers
+
+
+def test_buffer_that_an_earlier_push_filled_has_to_come_again():
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    buffers = [name for name in checkpoint(1) if name.endswith("norm.seen")]
+    with closing(FakeEngine(host)) as engine:
+        sync = WeightSync("stream", "ipc", engine, timeout_s=TIMEOUT_S)
+        without = {name: tensor for name, tensor in checkpoint(2).items() if name not in buffers}
+        sync.push(without)  # as the checkpoint of the start has them
+        sync.push(checkpoint(3))
+        with pytest.raises(ManifestError, match=f"Missing 2: {buffers[0]}, {buffers[1]}.*Nothing was written"):
+            sync.push(without)
+        sync.push(checkpoint(4))
+        expected = cold(checkpoint(4)).state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in host.live.state_dict().items())
+        sync.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------

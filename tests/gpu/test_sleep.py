@@ -50,6 +50,30 @@ def test_pushed_after_sleep_equals_cold(engines: Remote) -> None:
         assert after_sleep == (partial if weights == "B" else light[1][0])
 
 
+def sleep_with_frozen_8_bits(engines: Engines) -> tuple[Answer, Answer, int, int]:
+    """All frozen tensors are weights in 8 bits, which vLLM keeps transposed."""
+    engines.start(engines.checkpoint("qwen3", "A"), enable_sleep_mode=True, quantization="fp8_per_channel")
+    cold, model = engines.ask(), tiny_models.build("qwen3", "A")
+    selection = TensorSelection(frozen=["*.mlp.*"])
+    with WeightSync("fsdp", "ipc", engines.llm, selection=selection, timeout_s=TIMEOUT_S) as sync:
+        first, partial = sync.push(model).nbytes, sync.push(model).nbytes
+        assert partial < first
+        engines.llm.sleep(2)
+        engines.llm.wake_up()
+        after_sleep = sync.push(model).nbytes
+        return cold, engines.ask(), first, after_sleep
+
+
+def test_frozen_weights_in_8_bits_come_again_after_sleep_of_level_2(tmp_path: Path) -> None:
+    engines = VllmRemote(Engines, tmp_path, tmp_path, multiprocessing.Pipe()[1])
+    try:
+        cold, pushed, first, after_sleep = engines.call(sleep_with_frozen_8_bits, timeout_s=240)
+    finally:
+        engines.close()
+    assert after_sleep == first
+    assert_same(pushed, cold, "after sleep of level 2")
+
+
 def sleep_with_slopes(engines: Engines) -> tuple[Answer, Answer]:
     backend = {"backend": "TRITON_ATTN"}  # FlashAttention takes slopes in its version 2 alone
     engines.start(engines.checkpoint("bloom", "A"), enable_sleep_mode=True, attention_config=backend)

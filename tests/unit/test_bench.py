@@ -20,6 +20,7 @@ from weightsync.tools.bench.cases import (
     DEVICE_COPY,
     FILES,
     MEMCPY,
+    NIXL_READ,
     PEER_COPY,
     PEERS,
     WAYS,
@@ -33,7 +34,9 @@ from weightsync.tools.bench.cases import (
 from weightsync.tools.bench.models import fill, make_trainer, save_checkpoint, stepper
 from weightsync.tools.bench.run import medians
 from weightsync.tools.bench.shapes import SHAPES, add_shapes, write_config
+from weightsync.tools.bench.trainer import unchanged
 from weightsync.tools.plan import checkpoint_tensors
+from weightsync.tools.processes import Answer
 
 CASE = Case("weightsync", "plain", 1, "ipc", "module", "bfloat16", "tiny", "none", 1, 1, "http")
 PEER = dataclasses.replace(CASE, way=FILES, transport="", bucketer="")
@@ -193,6 +196,12 @@ def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
         (case(ranks=4, tp=4, engines=3), 0, 0.15, MEMCPY),  # 3 GB in all
         (case(transport="broadcast", tp=2), 0, 0.2, BROADCAST),
         (case(transport="checkpoint"), 0, 1.0, "file write"),
+        (case(transport="broadcast"), 2, 0.2, BROADCAST),
+        (case(transport="broadcast", ranks=8, tp=8), 16, 0.025, BROADCAST),  # eight links
+        (case(transport="broadcast", ranks=8, tp=2), 16, 0.1, BROADCAST),
+        (case(transport="nixl", ranks=2, tp=4), 6, 1 / 6, NIXL_READ),
+        (case(transport="broadcast", encoding="delta", changed=0.01), 2, 0.001, DEVICE_COPY),
+        (case(transport="broadcast", encoding="auto"), 0, 0.05, MEMCPY),
         (case(), 1, 0.001, DEVICE_COPY),
         (case(ranks=2, tp=2), 2, 5e-4, DEVICE_COPY),  # a rank holds as much as the worker on its GPU needs
         (case(ranks=4, tp=2), 4, 2.5e-3, PEER_COPY),  # a quarter of the model lies on each GPU
@@ -205,8 +214,24 @@ def test_trainers_share_the_engines_gpus_except_where_nccl_broadcasts():
     ],
 )
 def test_a_floor_is_the_bytes_over_the_limit_that_they_pass(of, gpus, seconds, limit):
-    limits = {MEMCPY: 20, BROADCAST: 5, DEVICE_COPY: 1000, PEER_COPY: 100, "file write": 1}
+    limits = {MEMCPY: 20, BROADCAST: 5, NIXL_READ: 3, DEVICE_COPY: 1000, PEER_COPY: 100, "file write": 1}
     assert floor(of, 10**9, limits, gpus) == (pytest.approx(seconds), limit)
+
+
+class Fixed:
+    """An engine with these answers."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.answers = [Answer((token,), (-1.0,)) for token in tokens]
+
+    def generate(self, prompts):
+        return self.answers
+
+
+@pytest.mark.parametrize(("engines", "expected"), [([(1, 2), (3, 4)], 0), ([(1, 2), (5, 6)], 2), ([(1, 6), (3, 4)], 1)])
+def test_each_engine_and_each_core_has_to_answer_otherwise_after_other_weights(engines, expected):
+    before = [Fixed(5, 6).answers, Fixed(5, 6).answers]
+    assert unchanged([Fixed(*tokens) for tokens in engines], before) == expected
 
 
 def test_medians_have_every_phase_with_its_range():

@@ -288,3 +288,10 @@ def test_reads_between_two_processes_have_a_speed_and_a_way(monkeypatch: pytest.
     speed, way = read_speed(CPU, CPU)
     assert speed > 0
     assert "tcp/" in way
+
+
+def test_reads_of_other_bytes_have_no_speed(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("nixl")
+    monkeypatch.setattr(torch, "ones", torch.zeros)  # in this process, whose memory the other one reads
+    with pytest.raises(WeightSyncError, match=r"exit code 1: .*has other bytes here"):
+        read_speed(CPU, CPU)

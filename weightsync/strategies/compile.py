@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -53,7 +53,7 @@ def compile_plan(
     together = _quantized(manifest, options)
     plans = fleet.plan(manifest, options.selection.keep, transport.name, invitations)
     distinct = [*{id(plan): plan for plan in plans}.values()]
-    _check(manifest, together, distinct, options)
+    _check(manifest, together, _of_engines(fleet, plans), options)
     as_it_is = {name for pair in together for name in pair}
     travelling = plan_checks.wire_manifest(manifest, distinct, options.selection, as_it_is)
     locations = [at for each in everyone for at in each.locations if at.name in travelling]
@@ -88,13 +88,28 @@ def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:
     return together
 
 
+def _of_engines(fleet: Fleet, plans: Sequence[LoadPlan]) -> dict[str, list[LoadPlan]]:
+    """Return the distinct plans of each engine's workers, by the engine's name. Engines with equal plans count once."""
+    own: dict[int, dict[int, LoadPlan]] = {}
+    for worker, plan in zip(fleet.workers, plans, strict=True):
+        own.setdefault(worker.hello.group, {})[id(plan)] = plan
+    unlike = {tuple(sorted(those)): number for number, those in reversed(own.items())}
+    names = {one.number: one.engine.name for one in fleet.handles}
+    return {
+        names[number] if len(own) > 1 else "the engine": [*those.values()]
+        for number, those in own.items()
+        if number in unlike.values()
+    }
+
+
 def _check(
-    manifest: Manifest, together: Sequence[tuple[str, str]], plans: Sequence[LoadPlan], options: Options
+    manifest: Manifest, together: Sequence[tuple[str, str]], engines: Mapping[str, Sequence[LoadPlan]], options: Options
 ) -> None:
     """Raise `ManifestError` for tensors that do not fit the engines. Log the tensors that stay behind or unchanged."""
+    plans = [plan for own in engines.values() for plan in own]
     plan_checks.check_quantized(manifest, together, plans)
     is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
-    if unused := plan_checks.check_plans(manifest, plans, is_padded, options.selection.keep):
+    if unused := plan_checks.check_plans(manifest, engines, is_padded, options.selection.keep):
         text = "%d tensors are not pushed, such as %s: the engine does not run their part of the model"
         logger.info(text, len(unused), unused[0])
     warn_of_kept(plans)

@@ -240,6 +240,11 @@ class CopyWeights(FleetStrategy):
         if self._updated:
             error.message += f"; engines with the new version: {', '.join(self._updated)}"
             error.add_facts(updated=self._updated)
+        if self._is_touched and self._fleet is not None and self._update is not None:
+            version = self._update.version
+            if version is not None and version <= self._fleet.newest_version:
+                error.message += f"; version {version} is spent, so push again with a greater one"
+                error.add_facts(spent=["the version"])
         return error
 
     def is_untouched(self) -> bool:
@@ -318,8 +323,12 @@ class CopyWeights(FleetStrategy):
         A model has seldom moved. So engines pause while the ranks read it.
         """
         sessions = self._sessions.negotiated
-        merges = self._fleet is not None and self._sessions.merges(self._fleet.handles)
-        if not sessions or merges or self._rolling or self._options.pause not in (None, "keep", CALLER):
+        handles = [] if self._fleet is None else self._fleet.handles
+        # A refused call has taken note of engines that have left. Sessions have not.
+        has_left = any(one not in handles for session in sessions for one in session.handles)
+        if not sessions or has_left or self._sessions.merges(handles):
+            return False
+        if self._rolling or self._options.pause not in (None, "keep", CALLER):
             return False
         self._choose_version(update, sessions, False)  # an invalid version is refused before an engine pauses
         self._open(update, sessions)

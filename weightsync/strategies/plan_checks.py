@@ -42,14 +42,30 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
         )
 
 
-def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool, keep: Sequence[str] = ()) -> list[str]:
+def check_plans(
+    manifest: Manifest, engines: Mapping[str, Sequence[LoadPlan]], padded: bool, keep: Sequence[str] = ()
+) -> list[str]:
     """Return the tensors that do not travel, because no engine runs their part of the model.
 
+    engines: the plans of each engine's workers, by the engine's name in errors.
     padded: whether the vocabulary has the trainer's padding.
     keep: as for `TensorSelection`.
 
-    Raises one `ManifestError` for all tensors that are missing, misshapen, or without a place on any engine worker.
+    Raises one `ManifestError` for all tensors of an engine that are missing, misshapen, or without a place on any of
+    its workers.
     """
+    plans = [plan for own in engines.values() for plan in own]
+    kept = [param for plan in plans for param in plan.kept]
+    idle = [pattern for pattern in keep if not fnmatch.filter(kept, pattern)]
+    for engine, own in engines.items():
+        _check_engine(engine, manifest, own, padded, idle)
+    used = set().union(*(plan.used for plan in plans))
+    return [name for name in manifest.names if name not in used]
+
+
+def _check_engine(
+    engine: str, manifest: Manifest, plans: Sequence[LoadPlan], padded: bool, idle: Sequence[str]
+) -> None:
     mismatched = {name: reason for plan in plans for name, reason in plan.refused.items()}
     used = set().union(*(plan.used for plan in plans))
     mismatched |= _unread(manifest, plans)
@@ -60,16 +76,14 @@ def check_plans(manifest: Manifest, plans: Sequence[LoadPlan], padded: bool, kee
         missing = [name for name in missing if name not in mismatched]
     elif mismatched and not any(plan.hints for plan in plans):
         missing = []
-    kept = [param for plan in plans for param in plan.kept]
-    idle = [pattern for pattern in keep if not fnmatch.filter(kept, pattern)]
     if not (missing or unexpected or mismatched or idle):
-        return [name for name in manifest.names if name not in used]
+        return
     if not (reasons := [*_explain_prefix(unexpected, missing)]):
         reasons += _explain_missing(missing, manifest)
         reasons += _explain_unexpected(unexpected, missing, manifest, plans)
     reasons += _explain_mismatched(mismatched, padded)
     reasons += [f"TensorSelection.keep={idle}: no module of the engine without tensors matches"] if idle else []
-    text = f"the trainer's tensors do not fit the engine's model. {'. '.join(reasons)}. Nothing was written"
+    text = f"the trainer's tensors do not fit {engine}'s model. {'. '.join(reasons)}. Nothing was written"
     raise ManifestError(text, missing=missing, unexpected=unexpected, mismatched=mismatched)
 
 

@@ -65,7 +65,7 @@ def read_speed(source: torch.device, target: torch.device) -> tuple[float, str]:
     finally:
         agent.close()
     told = re.search(r"^GB/s ([\d.]+)$", child.stdout, re.MULTILINE)
-    if told is None:
+    if told is None or child.returncode:
         why = (child.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise WeightSyncError(f"the reading process ended with exit code {child.returncode}: {why}")
     return float(told[1]), way_of_reads(child.stdout)
@@ -92,15 +92,18 @@ def _read_for_parent(device: torch.device) -> None:
     agent.add(address)
     seconds = []
     for count in range(1 + _REPEATS):
+        room.zero_()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         read = agent.read(address, 0, 0, room, count)
         while not agent.is_read(read, address):
             continue
         seconds.append(time.perf_counter() - started)
+        if not bool((room == 1).all()):
+            raise WeightSyncError("a read ended, and another process's memory has other bytes here")
     sys.stdout.write(f"\nGB/s {room.nbytes / min(seconds[1:]) / 1e9}\n")
     sys.stdout.flush()
-    if not bool(room.all()):
-        raise WeightSyncError("another process's memory has other bytes here")
     agent.close()
 
 

@@ -220,7 +220,7 @@ class VllmModel:
             return
         live = self._parameters()
         now = digests_of({name: live[name] for name in kept if name in live})
-        if lost := [name for name in kept if now.get(name) != self._at_start.get(name)]:
+        if lost := [name for name in kept if not now or now.get(name) != self._at_start.get(name)]:
             why = "sleep(level=2) has discarded them, or an earlier push has filled them. Restart the engine, or call "
             why += 'collective_rpc("reload_weights") on it'
             if not self._at_start:

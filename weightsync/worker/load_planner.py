@@ -67,6 +67,8 @@ class LoadPlanner:
         self.kernels = Kernels(model, [])
         self.outlived: list[object] = []
         """The objects that earlier groups kept alive. Kernels may use them until all weights are loaded anew."""
+        self.pushed_buffers: set[str] = set()
+        """The buffers that a push has filled. Each later one must fill them too: a cold start would not have them."""
         self._model = model
         self._constructed: frozenset[str] = frozenset()
         """The parameters of the model before its loader has made any."""
@@ -112,12 +114,13 @@ class LoadPlanner:
         sources = _sources(trace, group_of)
         filled = trace.filled()
         missing, doubled = uncovered(pristine, seen)
+        held = named_tensors(pristine)
+        missing |= {name: [Box.full(tuple(held[name].shape))] for name in sorted(self.pushed_buffers - filled)}
         kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
         # A module is loaded as a whole: a group with a filled parameter keeps none.
         chosen = [param for param in _matching(missing, keep) if filled.isdisjoint(group_of[param].params)]
         self._model.find_lost(filled, chosen)
         missing = {param: boxes for param, boxes in missing.items() if param not in {*kept, *chosen}}
-        held = named_tensors(pristine)
         counts = Counter(load_path.values())
         answer = LoadPlan(
             used=_used(manifest, trace, pairs, held, self._model.dtype),

@@ -36,7 +36,7 @@ from weightsync.worker.engine_model import EngineModel, any_worker
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
 from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner
 from weightsync.worker.trace import Fill, named_tensors, paddings
-from weightsync.worker.verify import FrozenDigests, Verifier
+from weightsync.worker.verify import FrozenDigests, Verifier, bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +224,7 @@ class Receiver:
         clear, self._clear_kv_cache = self._clear_kv_cache, None
         self.state, self.loaded = POISONED, None
         self._unproven |= traced.trace.filled()
+        self._planner.pushed_buffers |= traced.trace.filled().intersection(dict(self._model.pristine().named_buffers()))
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
@@ -441,8 +442,13 @@ def _frozen_tensors(arrivals: Arrivals, message: Connect) -> list[torch.Tensor]:
     filled |= {param for param, names in trace.computed.items() if names and frozen.issuperset(names)}
     live = named_tensors(arrivals.model.live)
     # Post-processing may have replaced the parameter. Sleep discards both, so checking the replacement suffices.
-    lying = [live[name].data for name in sorted(filled) if name in live and live[name].is_contiguous()]
-    return [each.reshape(-1).view(torch.uint8) for each in lying]
+    found = [run for name in sorted(filled) if name in live and (run := bytes_of(live[name])) is not None]
+    if filled and not found and arrivals.model.may_discard:
+        raise UnsupportedError(
+            "none of the frozen tensors lies in a parameter of the engine that can be watched, and sleep(level=2) may "
+            "discard them: leave TensorSelection.frozen out, or start the engine without enable_sleep_mode"
+        )
+    return found
 
 
 @contextmanager

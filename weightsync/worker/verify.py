@@ -140,9 +140,18 @@ class FrozenDigests:
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return a digest of each contiguous tensor by name. Sleep at level 2 changes it, see `_NOTED_SAMPLE`."""
-    runs = {name: each.data.reshape(-1).view(torch.uint8) for name, each in tensors.items() if each.is_contiguous()}
+    """Return a digest of each tensor without gaps by name. Sleep at level 2 changes it, see `_NOTED_SAMPLE`."""
+    runs = {name: run for name, each in tensors.items() if (run := bytes_of(each)) is not None}
     return dict(zip(runs, Digests([*runs.values()]).of(_NOTED_SAMPLE), strict=True))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the bytes of a tensor, whatever the order of its dimensions in memory. None: there are gaps in it.
+
+    vLLM keeps weights in 8 bits transposed.
+    """
+    data = tensor.data.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return data.reshape(-1).view(torch.uint8) if data.is_contiguous() else None
 
 
 def _bytes(source: TransportReceiver, run: ByteRange) -> torch.Tensor:

@@ -191,18 +191,19 @@ def refusal(case: Case, gpus: int, installed: frozenset[str], core_in_process: b
 def floor(case: Case, nbytes: int, limits: Mapping[str, float], gpus: int) -> tuple[float, str]:
     """Return the least seconds for `nbytes`, and the name of the limit. `limits` has GB/s by name.
 
-    Each worker copies its bytes into its GPU. Of these, the ranks' shards on that GPU cross no link.
+    Each worker copies its bytes into its GPU. Of these, the ranks' shards on that GPU cross no link. Between GPUs or
+    hosts, each rank sends its shards over a link of its own. With an encoding it compares them with the last push's.
     """
+    needed = nbytes * case.replicas / case.engine_workers
     if case.transport == "checkpoint" or case.way == FILES:
         passed = {FILE_WRITE: float(nbytes)}
-    elif case.transport == "nixl":
-        passed = {NIXL_READ: float(nbytes)}
+    elif case.encoding != "none":
+        passed = {DEVICE_COPY if gpus else MEMCPY: nbytes / case.ranks}
     elif case.apart:
-        passed = {BROADCAST: float(nbytes)}
+        passed = {NIXL_READ if case.transport == "nixl" else BROADCAST: max(nbytes / case.ranks, needed)}
     elif gpus == 0:
         passed = {MEMCPY: float(case.engines * case.replicas * nbytes)}
     else:
-        needed = nbytes * case.replicas / case.engine_workers
         near = nbytes / case.ranks if case.receivers <= case.ranks else 0.0
         passed = {DEVICE_COPY: needed} | ({PEER_COPY: needed - near} if needed > near else {})
     return max((size / (limits[limit] * 1e9), limit) for limit, size in passed.items())

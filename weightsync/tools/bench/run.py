@@ -65,8 +65,8 @@ def run(options: Namespace, console: Console) -> bool:
     """
     if options.plot is not None:
         check_plot(options.plot)
-    if options.dry_run and (options.plot or options.results):
-        raise ConfigError("--dry-run has no results: leave --plot and --from out")
+    if options.dry_run and (options.plot or options.results or options.json):
+        raise ConfigError("--dry-run has no results: leave --plot, --json and --from out")
     rows = read_results(options.results) if options.results else _measure_cases(options, console)
     if rows:
         _show(console, rows)
