@@ -445,8 +445,8 @@ def _frozen_tensors(arrivals: Arrivals, message: Connect) -> list[torch.Tensor]:
     found = [run for name in sorted(filled) if name in live and (run := bytes_of(live[name])) is not None]
     if filled and not found and arrivals.model.may_discard:
         raise UnsupportedError(
-            "none of the frozen tensors lies in a parameter of the engine that can be watched, and sleep(level=2) may "
-            "discard them: leave TensorSelection.frozen out, or start the engine without enable_sleep_mode"
+            "no frozen tensor lies in a parameter of the engine that can be watched, and sleep(level=2) may discard "
+            "it. Leave TensorSelection.frozen out, or start the engine without enable_sleep_mode"
         )
     return found
 
