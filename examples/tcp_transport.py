@@ -39,9 +39,11 @@ class TcpTransport(Transport):
             self.sockets[peer.recv(1)[0]] = peer
 
     def send(self, chunks: Any, seal: Any, update: Any) -> None:
+        self.sent_bytes = 0
         for number in chunks:
             self.packer.fill(number, seal)
             for worker, run in self.layout[number].items():
+                self.sent_bytes += run.end - run.first
                 move(self.sockets[worker], "send", self.slot[run.first : run.end], update.wait, update.deadline())
 
 

@@ -153,6 +153,41 @@ class Misshapen(FsdpSource):
         return Reading(Manifest(tuple(TensorMeta(t.name, t.shape[::-1], t.dtype) for t in manifest)), shards)
 
 
+class CachedCopies(FsdpSource):
+    """Copies once. Its addresses stay, and so do the values."""
+
+    def __init__(self, selection: TensorSelection) -> None:
+        super().__init__(selection)
+        self.first: Reading | None = None
+
+    def read(self, model: nn.Module) -> Reading:
+        if self.first is None:
+            manifest, shards = parts_of(super().read(model))
+            self.first = Reading(manifest, [TensorShard(p.meta, p.box, p.tensor.clone()) for p in shards])
+        return self.first
+
+
+class ComputesOnce(FsdpSource):
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
+        kept = self.__dict__.setdefault("kept", {p.meta.name: p.tensor.clone() for p in shards})
+        made = [functools.partial(kept.get, p.meta.name) for p in shards]
+        return Reading(
+            manifest, [TensorShard(p.meta, p.box, p.tensor, compute=call) for p, call in zip(shards, made, strict=True)]
+        )
+
+
+class AllFrozen(FsdpSource):
+    def read(self, model: nn.Module) -> Reading:
+        manifest, shards = parts_of(super().read(model))
+        return Reading(manifest, [TensorShard(p.meta, p.box, p.tensor, trains=False) for p in shards])
+
+
+class WithBuffers(FsdpSource):
+    def __init__(self, selection: TensorSelection) -> None:
+        super().__init__(replace(selection, buffers=True))
+
+
 def parts_of(reading: Reading) -> tuple[Manifest, list[TensorShard]]:
     return reading.manifest, reading.shards
 
@@ -164,6 +199,10 @@ def parts_of(reading: Reading) -> tuple[Manifest, list[TensorShard]]:
         (Forgetful, r"the manifest lacks \['steps'\]"),
         (Undetached, "is not detached"),
         (Headstrong, "leaves .*'steps'.* in the manifest"),
+        (CachedCopies, "older values of down.weight than the model"),
+        (ComputesOnce, "older values of down.weight than the model"),
+        (AllFrozen, "no shard trains"),
+        (WithBuffers, r"buffers=False leaves \['steps'\]"),
         (Misshapen, r"embed.weight: shape \(5, 7\), expected \(7, 5\)"),
     ],
 )
@@ -254,7 +293,7 @@ def test_check_transport_of_files_finds_every_promise_kept_and_nothing_left(tmp_
     make = functools.partial(new_files, str(tmp_path))
     check_transport(make, functools.partial(open_receiver, "checkpoint"), timeout_s=20.0)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [".lock", "version-00000015", "version-00000016"], "what is under way was left behind"
+    assert left == [".lock", "version-00000019", "version-00000020"], "what is under way was left behind"
 
 
 @pytest.mark.gpu
@@ -337,6 +376,20 @@ class Trusting(IpcTransport):
         return ()
 
 
+class Unbegun(IpcTransport):
+    """Begins with an older chunk."""
+
+    def begin_send(self, seal: Any) -> None:
+        raise AssertionError("a push was begun")
+
+
+class Undropped(IpcTransport):
+    """Says that it sends nothing more to a worker, and waits for it."""
+
+    def drop_workers(self, workers: Any) -> bool:
+        return True
+
+
 class Once(IpcTransport):
     """Cannot be used again after it was aborted."""
 
@@ -374,6 +427,8 @@ class Backwards(IpcReceiver):
         (Unproven, IpcReceiver, "another digest than the trainer's"),
         (GathersAlone, IpcReceiver, "ranks gather different names|without being gathered|no answer"),
         (Trusting, IpcReceiver, "route accepts the ranks"),
+        (Unbegun, IpcReceiver, "a push was begun"),
+        (Undropped, IpcReceiver, "did not (send|take) a chunk"),
         (Once, IpcReceiver, "I was aborted"),
         (IpcTransport, WrongError, r"chunks raised RuntimeError\('too late'\) after .*, expected a WeightSyncError"),
         (IpcTransport, Backwards, "brings other values|arrived with another digest|chunks .* came, expected"),
@@ -417,6 +472,13 @@ def test_a_dead_engine():
         unused.bind(("127.0.0.1", 0))
         (engine,) = connect(f"http://127.0.0.1:{unused.getsockname()[1]}", 5.0)
         check_dead_engine(engine)
+
+
+class NeverPaused(FakeEngine):
+    """Does nothing to pause, and says so."""
+
+    def is_paused(self) -> bool:
+        return False
 
 
 class Impatient(FakeEngine):
@@ -465,6 +527,7 @@ class Single(FakeEngine):
     ("kind", "words"),
     [
         (Single, r"called at once with .*, raised RuntimeError\('busy'\)"),
+        (NeverPaused, r"after pause\('keep'\) is_paused\(\) is False"),
         (Impatient, "init returned before its workers were released"),
         (Unversioned, r"after finish version\(\) is 'conformance 0'"),
         (Unable, r"pause\('wait'\) raised NotImplementedError"),

@@ -571,7 +571,9 @@ def test_http_adapters_in_use_are_those_of_the_newest_sample(server):
         server.replies["/metrics"] = (200, family + "".join(sample % row for row in samples))
         assert engine.adapters_in_use() == expected
     server.replies["/metrics"] = (200, "python_info 1.0\n")
-    with pytest.raises(EngineError, match=r"--enable-lora, and without --disable-log-stats"):
+    with pytest.raises(
+        EngineError, match=r"--enable-lora, and without --disable-log-stats or PROMETHEUS_MULTIPROC_DIR"
+    ):
         engine.adapters_in_use()
 
 

@@ -323,7 +323,7 @@ class HttpEngine:
         if status != 200 or _LORA_METRIC not in text:
             raise EngineError(
                 f"{path} has no {_LORA_METRIC}, the metric of the adapters in use; start the server with "
-                "--enable-lora, and without --disable-log-stats",
+                "--enable-lora, and without --disable-log-stats or PROMETHEUS_MULTIPROC_DIR",
                 who=self.name,
             )
         # One sample for each set of adapters since the start. Its value is the time when this set was in use last.

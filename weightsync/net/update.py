@@ -92,7 +92,7 @@ class Timeline:
         }
         seconds = {
             "plan_s": self.seconds("plan"),
-            "control_s": total_s - gather_s - self.seconds("load"),
+            "control_s": total_s - gather_s - self.seconds("load", "restart"),
             "gather_s": gather_s,
             "pause_s": max((each.pause_s for each in engines), default=0.0),
             "total_s": total_s,

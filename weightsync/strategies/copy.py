@@ -94,7 +94,9 @@ class CopyWeights(FleetStrategy):
         self._finite = FiniteCheck(options, given)
         self._source = self._finite.source
         self._largest = RankMax(options.ranks, self._wait)
-        if options.quantize is not None:
+        if options.quantize is None:
+            options.refuse_selection("quantize=None", "unquantized")
+        else:
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
         if bucketer is None:
@@ -322,13 +324,11 @@ class CopyWeights(FleetStrategy):
 
         A model has seldom moved. So engines pause while the ranks read it.
         """
-        sessions = self._sessions.negotiated
-        handles = [] if self._fleet is None else self._fleet.handles
+        sessions, handles = self._sessions.negotiated, [] if self._fleet is None else self._fleet.handles
         # A refused call has taken note of engines that have left. Sessions have not.
         has_left = any(one not in handles for session in sessions for one in session.handles)
-        if not sessions or has_left or self._sessions.merges(handles):
-            return False
-        if self._rolling or self._options.pause not in (None, "keep", CALLER):
+        is_changing = not sessions or has_left or self._sessions.merges(handles)
+        if is_changing or self._rolling or self._options.pause not in (None, "keep", CALLER):
             return False
         self._choose_version(update, sessions, False)  # an invalid version is refused before an engine pauses
         self._open(update, sessions)

@@ -47,7 +47,8 @@ def connections(url: str) -> Findings:
             host_port(fleet.host, ranks.listener.listening[fleet.host][1]),
             [each.hello.name for each in workers],
         )
-        where = "this host" if workers[0].machine.boot_id == boot_id() else "another host"
+        here = sum(each.machine.boot_id == boot_id() for each in workers)
+        where = {0: "another host", len(workers): "this host"}.get(here, f"several hosts, {here} on this one")
         yield Finding("pass", "plug-in", f"wire protocol {PROTOCOL} on {len(workers)} workers: {', '.join(names)}")
         proven = "have its key" if key else "are of its user"
         dialled = [host_port(*each.machine.dialled) for each in workers if each.machine.dialled]

@@ -115,6 +115,8 @@ def _predict(model_dir: Path | None, options: Namespace, console: Console) -> bo
     model = str(options.model_dir)
     if model_dir is None and not _SIZE.fullmatch(model):
         raise ConfigError(f"{model} has no config.json, and is no size such as 70B or 1T; {_way_out(model)}")
+    if model_dir is None and options.expert_parallel:
+        raise ConfigError("--expert-parallel has no effect on a size such as 70B: give a model with its config.json")
     manifest = None if model_dir is None else in_bfloat16(model_dir)
     nbytes = simulate.bfloat16_bytes(model) if manifest is None else manifest.nbytes
     print_line(console, f"{model}, {format_bytes(nbytes)} in bfloat16: predicted, not measured\n")

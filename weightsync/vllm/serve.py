@@ -7,12 +7,12 @@ It is `vllm serve` with weightsync's settings, and takes all options of `vllm se
 - It writes vllm_bridge_config.json once the weights are loaded: to --bridge, or $LOGDIR, or the user's runtime
   directory. `weightsync handles` shows the file, and a trainer with single_copy finds the server by it. `--bridge none`
   leaves it out.
-- /metrics has the workers' metrics of pushes (docs/operate/monitoring.md).
+- /metrics has the workers' metrics of pushes, but not with --enable-lora (docs/operate/monitoring.md).
 - It refuses the calls of a trainer that stopped answering once another trainer has the engine.
 - It ends within seconds of a SIGTERM, during a push too.
 - With --enable-lora, adapters may come and go while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1).
 
-/health tells that the server lives, /weight_info the version of its weights.
+/health tells that the server lives, and from vLLM 0.27 on /weight_info the version of its weights.
 """
 
 from __future__ import annotations

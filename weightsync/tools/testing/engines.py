@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightsync.engines import Engine
+from weightsync.engines.base import reports_paused
 from weightsync.errors import EngineUnreachableError, WeightSyncError
 from weightsync.fleet.engine_call import BackgroundCall
 from weightsync.net.connection import Connection
@@ -39,10 +40,13 @@ def check_engine(engine: Engine, *, timeout_s: float = 60.0) -> None:
 
     for mode in ("keep", "wait", "abort"):
         _succeed(f"pause({mode!r})", lambda mode=mode: engine.pause(mode))  # type: ignore[misc]
+        require(reports_paused(engine) is not False, f"after pause({mode!r}) is_paused() is False")
         _succeed("reset_caches()", engine.reset_caches)
         _succeed("resume()", engine.resume)
+        require(reports_paused(engine) is not True, "after resume() is_paused() is True")
+    expected_version = "conformance 0" if engine.version() is not None else None  # None: an engine without versions
     _succeed("set_version()", lambda: engine.set_version("conformance 0"))
-    _require_version(engine, "conformance 0", "after set_version")
+    _require_version(engine, expected_version, "after set_version")
 
     trainers = [_Trainer(engine, timeout_s) for _ in range(2)]
     try:
@@ -61,14 +65,14 @@ def check_engine(engine: Engine, *, timeout_s: float = 60.0) -> None:
         require(not resetting.is_alive(), f"reset_caches(), called during an update, took more than {timeout_s:g} s")
         require(resetting.error is None, f"reset_caches(), called during an update, raised {resetting.error!r}")
         _succeed("resume()", engine.resume)
-        _require_version(engine, "conformance 1", "after finish")
+        _require_version(engine, expected_version and "conformance 1", "after finish")
 
         _succeed("start(), for a second update,", engine.start)
         first.update()
         first.offend()
         require(engine.is_alive() is True, "workers that gave an update up must leave the engine alive")
         _succeed("finish(None)", lambda: engine.finish(None))
-        _require_version(engine, "conformance 1", "after finish(None), which stamps none,")
+        _require_version(engine, expected_version and "conformance 1", "after finish(None), which stamps none,")
         first.close()
 
         second.call_in()
@@ -97,9 +101,9 @@ def _succeed_at_once(calls: dict[str, Callable[[], None]]) -> None:
         )
 
 
-def _require_version(engine: Engine, expected: str, when: str) -> None:
-    found = engine.version()  # an engine without versions says None
-    require(found in (None, expected), f"{when} version() is {found!r}, expected {expected!r}")
+def _require_version(engine: Engine, expected: str | None, when: str) -> None:
+    found = engine.version()
+    require(found == expected, f"{when} version() is {found!r}, expected {expected!r}")
 
 
 def check_dead_engine(engine: Engine) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.wire import typed
@@ -95,6 +97,9 @@ def _check_own_shards(
         "shards are not views of the trainer's memory: a second call gives other addresses",
     )
 
+    if isinstance(model, nn.Module):
+        _check_follows(source, model)
+
     left_out = manifest.names[-1]  # the first are embeddings: tied ones travel under another name
     without = open_source(TensorSelection(exclude=(left_out,)))
     if len(manifest) > 1:
@@ -102,8 +107,50 @@ def _check_own_shards(
         found = rest.manifest.names
         require(found == manifest.names[:-1], f"exclude=({left_out!r},) leaves {found} in the manifest")
         require(all(shard.meta.name != left_out for shard in rest.shards), f"there are shards of {left_out}, excluded")
+    if isinstance(model, nn.Module):
+        buffers = {name for name, _ in model.named_buffers()} - {name for name, _ in model.named_parameters()}
+        with_them = sorted(buffers.intersection(open_source(TensorSelection(buffers=False)).read(model).manifest.names))
+        require(not with_them, f"buffers=False leaves {with_them} in the manifest")
     found = open_source(TensorSelection(exclude=("*",))).read(model).manifest.names
     require(not found, f"with everything excluded the manifest has {found}")
+
+
+def _check_follows(source: ShardSource, model: nn.Module) -> None:
+    """Compare a reading with parameters written in place, as by an optimizer, and check its `trains`."""
+    params = dict(model.named_parameters())
+    if any(hasattr(param, "ds_id") for param in params.values()):
+        return  # ZeRO-3 keeps its values elsewhere
+    own = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in params.values()]
+    before = _values(source, model)
+    _flip(own)
+    try:
+        after = _values(source, model)
+    finally:
+        _flip(own)
+    stale = [name for name, values in before.items() if all(map(same_bytes, values, after[name]))]
+    is_stale = len(stale) == len(before) > 0 and any(each.numel() for each in own)
+    if wrong := sorted({*stale} & {*params}) or stale * is_stale:
+        raise AssertionError(f"a reading has older values of {wrong[0]} than the model, whose parameters were changed")
+    trains = [shard.trains for shard in source.read(model).shards]
+    require(any(trains) or not trains or not all(p.requires_grad for p in params.values()), "no shard trains")
+
+
+def _values(source: ShardSource, model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Return the values of the shards of a new reading by name."""
+    reading = source.read(model)
+    source.gather(reading.manifest.names, _no_barrier)
+    found: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for shard in reading.shards:
+        if shard.tensor.numel():
+            found[shard.meta.name].append(shard.values().clone())
+    return found
+
+
+def _flip(tensors: Sequence[torch.Tensor]) -> None:
+    """Change the lowest bit of each byte in place. A second call changes it back."""
+    for each in tensors:
+        flipped = each.contiguous().reshape(-1).view(torch.uint8) ^ 1
+        each.copy_(flipped.view(each.dtype).view(each.shape))
 
 
 def _no_barrier() -> None:

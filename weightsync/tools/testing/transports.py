@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,14 +15,25 @@ from weightsync.net.ranks import Ranks
 from weightsync.net.runtime import Deadline, boot_id, describe_device
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo, typed
-from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize
+from weightsync.planning.layout import Box, ShardLocation, TensorMeta, coverage, itemsize
 from weightsync.planning.transfer_plan import TransferPlan, make_chunks
-from weightsync.planning.wire_types import ByteRange, ChunkLayout, ReadRegions, Storage
+from weightsync.planning.wire_types import ByteRange, ChunkLayout, Storage
 from weightsync.sources.base import TensorShard
 from weightsync.sources.edits import region
 from weightsync.strategies.base import locate
 from weightsync.tools.testing.assertions import PROMPT_S, must_end, require, same_bytes
 from weightsync.tools.testing.runner import Mail, run_together
+from weightsync.tools.testing.trial import (
+    COMPUTED,
+    FROZEN,
+    MANIFEST,
+    MAX_BYTES,
+    SHARED,
+    TRIAL,
+    TrialTensor,
+    reads_of,
+    values_of,
+)
 from weightsync.transports import Seal, Transport, TransportReceiver
 from weightsync.transports.base import DIGEST_BYTES, LocalTensors, RouteRequest, strided
 from weightsync.transports.proof import MemoryFingerprint
@@ -66,10 +75,10 @@ def check_transport(
     transport = make_transport()
     transport.abort()  # from any state, also before any other call
     for ranks, workers in wrong_pairings:
-        reads = [_reads(worker, len(workers), False) for worker in range(len(workers))]
+        reads = [reads_of(worker, len(workers), False) for worker in range(len(workers))]
         try:
             transport.invite(ranks, workers, "127.0.0.1")
-            transport.route(RouteRequest(ranks, workers, _MANIFEST, [], reads))
+            transport.route(RouteRequest(ranks, workers, MANIFEST, [], reads))
         except PlacementError:
             continue
         transport.abort()
@@ -79,78 +88,6 @@ def check_transport(
         *(partial(_run_worker, open_receiver, device) for device in worker_devices),
     ]
     run_together(ends, len(rank_devices), in_processes, timeout_s)
-
-
-# The tensors of a push
-
-_DTYPES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64"),
-    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
-)
-_MAX_BYTES = 3 * 2**20
-"""Each rank's part of a full chunk is more than 1 MiB, so that a sample of it is not all of it."""
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor: the trainer's dtype, the dtype that travels, and the boxes with their ranks."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    wire: str
-    boxes: tuple[tuple[int, Box], ...]
-
-
-def _whole(shape: tuple[int, ...], *ranks: int) -> tuple[tuple[int, Box], ...]:
-    return tuple((rank, Box.full(shape)) for rank in ranks)
-
-
-_ROWS = ((0, Box((0, 0), (3, 3))), (1, Box((3, 0), (2, 3))))
-_COLUMNS = ((0, Box((0, 0), (4, 4))), (1, Box((0, 4), (4, 3))))
-_LONG = ((0, Box((0, 0), (1000, 1000))), (1, Box((1000, 0), (1001, 1000))))
-_TRIAL = {
-    tensor.name: tensor
-    for tensor in (
-        *(_Tensor(f"rows.{dtype}", (5, 3), dtype, dtype, _ROWS) for dtype in _DTYPES),
-        _Tensor("columns", (4, 7), "float32", "float32", _COLUMNS),
-        _Tensor("one_row", (1, 4), "float32", "float32", _whole((1, 4), 0)),
-        _Tensor("scalar", (), "float32", "float32", _whole((), 0, 1)),
-        _Tensor("replicated", (6,), "int64", "int64", _whole((6,), 0, 1)),
-        _Tensor("cast", (5, 3), "float32", "bfloat16", _ROWS),
-        _Tensor("long", (2001, 1000), "float32", "float32", _LONG),
-        _Tensor("long.computed", (2001, 1000), "float32", "bfloat16", _LONG),
-        _Tensor("rank1.only", (3, 2), "bfloat16", "bfloat16", _whole((3, 2), 1)),
-    )
-}
-_MANIFEST = Manifest(tuple(TensorMeta(tensor.name, tensor.shape, tensor.wire) for tensor in _TRIAL.values()))
-_FROZEN = frozenset({"rows.uint8", "rank1.only"})
-_COMPUTED = frozenset({"rows.float16", "columns", "cast", "long.computed"})
-_SHARED = frozenset({"rows.int32", "rows.float16", "replicated", "scalar"})
-"""Tensors in shared memory on a CPU, so that a transport may map them."""
-
-
-@lru_cache(maxsize=64)
-def _values(name: str, contents: int) -> torch.Tensor:
-    """Return a tensor's values in the trainer's dtype. They are the same on every end, and differ by `contents`."""
-    tensor = _TRIAL[name]
-    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {contents}".encode()))
-    kind: torch.dtype = getattr(torch, tensor.dtype)
-    if kind.is_floating_point:
-        return torch.randn(tensor.shape, generator=draw).to(kind)
-    return torch.randint(0, 2 if kind == torch.bool else 100, tensor.shape, generator=draw).to(kind)
-
-
-def _reads(worker: int, workers: int, cut: bool) -> ReadRegions:
-    """Return a worker's regions: all, or with `cut` its share of the rows of each tensor with enough rows."""
-    reads: dict[str, tuple[Box, ...]] = {}
-    for tensor in _TRIAL.values():
-        box = Box.full(tensor.shape)
-        if cut and tensor.shape and tensor.shape[0] >= workers:
-            first, last = (tensor.shape[0] * number // workers for number in (worker, worker + 1))
-            box = Box((first, *box.start[1:]), (last - first, *box.size[1:]))
-        reads[tensor.name] = (box,)
-    return reads
 
 
 # The trainer's end
@@ -164,6 +101,7 @@ def _run_rank(make_transport: Callable[[], Transport], device: str, mail: Mail) 
             rank.push(1, WHOLE)
             rank.push(2, 3)
             rank.push(3, None)
+            rank.drop_last_worker()
         for end, reason in _BREAKS:
             rank.break_off(end, reason)
             rank.connect(cut=end == "worker")
@@ -209,7 +147,7 @@ class _Rank:
         shards = []
         for tensor, box, view in self.held:
             meta = TensorMeta(tensor.name, tensor.shape, tensor.dtype)
-            computed = tensor.name in _COMPUTED
+            computed = tensor.name in COMPUTED
             lies = torch.zeros_like(view) if computed else view
             shards.append(
                 TensorShard(meta, box, lies, True, partial(self.compute, tensor.name, view) if computed else None)
@@ -246,15 +184,15 @@ class _Rank:
 
     def compile(self, everyone: Sequence[Any], cut: bool) -> TransferPlan:
         locations = [location for own, _ in everyone for location in own]
-        reads = tuple(_reads(worker, len(self.workers), cut) for worker in range(len(self.workers)))
-        chains = self.transport.route(RouteRequest(self.ranks, self.workers, _MANIFEST, locations, reads))
-        in_place = frozenset(_TRIAL).difference(*(names for _, names in everyone))
-        frozen = _FROZEN if self.transport.keeps_frozen else frozenset()
-        changing = [name for name in _TRIAL if name not in frozen]
+        reads = tuple(reads_of(worker, len(self.workers), cut) for worker in range(len(self.workers)))
+        chains = self.transport.route(RouteRequest(self.ranks, self.workers, MANIFEST, locations, reads))
+        in_place = frozenset(TRIAL).difference(*(names for _, names in everyone))
+        frozen = FROZEN if self.transport.keeps_frozen else frozenset()
+        changing = [name for name in TRIAL if name not in frozen]
         buckets = [*(changing[at : at + 4] for at in range(0, len(changing), 4)), *([name] for name in frozen)]
         in_place = frozenset() if chains else in_place
-        chunks = make_chunks(_MANIFEST, chains, buckets, frozen, in_place, locations, _MAX_BYTES, {})
-        return TransferPlan(_MANIFEST, chains, chunks, len(reads), {})
+        chunks = make_chunks(MANIFEST, chains, buckets, frozen, in_place, locations, MAX_BYTES, {})
+        return TransferPlan(MANIFEST, chains, chunks, len(reads), {})
 
     def gather(self, names: Sequence[str]) -> None:
         """Stand in for a source's `gather`. All ranks must ask for the same names, once in a push."""
@@ -269,16 +207,29 @@ class _Rank:
         self.gathered.remove(name)
         return view.clone()
 
-    def push(self, contents: int, sample: int | None) -> None:
+    def drop_last_worker(self) -> None:
+        """Drop the last worker, and push to the others, if the transport can."""
+        last = self.plan.workers - 1
+        drops = self.mail.broadcast(bool(last) and self.mail.rank == 0 and self.transport.drop_workers([last]), "drop")
+        if drops and self.mail.rank:
+            require(self.transport.drop_workers([last]), "drop_workers answers otherwise than on rank 0")
+        for contents in (4, 5) if drops else ():  # the second waits for what the first has left in slots
+            self.push(contents, WHOLE, left=1)
+
+    def push(self, contents: int, sample: int | None, left: int = 0) -> None:
+        """Push these contents to all workers but the last `left`."""
         for tensor, box, view in self.held:
-            view.copy_(_values(tensor.name, contents)[region(box)])
+            view.copy_(values_of(tensor.name, contents)[region(box)])
         self.had.clear()
         self.version += 1
         digests = self.look(self.pushes if sample is not None else None)
         due = [*self.plan.due(first=self.pushes == 0)]
         told = {"do": "push", "due": due, "sample": sample, "version": self.version, "contents": contents}
-        self.order({**told, "place_sample": self.pushes, "digests": digests})
-        self.transport.send(due, None if sample is None else Seal(sample, self.version), self.update)
+        told |= {"place_sample": self.pushes, "digests": digests}
+        seal = None if sample is None else Seal(sample, self.version)
+        self.transport.begin_send(seal)
+        self.order(*[told] * (self.plan.workers - left), *[{"do": "leave"}] * left)
+        self.transport.send(due, seal, self.update)
         self.hear()
         if self.mail.rank == 0:
             self.transport.on_commit(self.version)
@@ -317,14 +268,14 @@ class _Rank:
         self.breaking = False
 
 
-def _hold(rank: int, device: torch.device) -> list[tuple[_Tensor, Box, torch.Tensor]]:
+def _hold(rank: int, device: torch.device) -> list[tuple[TrialTensor, Box, torch.Tensor]]:
     """Allocate a rank's shards. Of each dtype the first is a view into a larger storage, others are transposed."""
     seen: set[str] = set()
     held = []
-    for tensor, box in [(t, box) for t in _TRIAL.values() for holder, box in t.boxes if holder == rank]:
+    for tensor, box in [(t, box) for t in TRIAL.values() for holder, box in t.boxes if holder == rank]:
         kind: torch.dtype = getattr(torch, tensor.dtype)
         storage = torch.zeros(box.numel + 5, dtype=kind, device=device)
-        if tensor.name in _SHARED and not storage.is_cuda:
+        if tensor.name in SHARED and not storage.is_cuda:
             storage.share_memory_()
         within = storage[3 : 3 + box.numel]
         transposed = within.view(box.size[::-1]).permute(list(range(len(box.size)))[::-1])
@@ -373,9 +324,9 @@ class _Worker:
                 own = [r for r in runs if (r.rank, r.storage) == (p.rank, p.storage)]
                 inside = any(r.first <= first < r.first + r.nbytes for r in own)
                 require(inside, f"{p.name}{p.box} arrives outside of the runs that have digests")
-        for name, (wanted,) in _reads(*order["cut"]).items():
+        for name, (wanted,) in reads_of(*order["cut"]).items():
             boxes = {p.box for locations, _ in self.chunks for p in locations if p.name == name}
-            missing, doubled = coverage(_TRIAL[name].shape, boxes)
+            missing, doubled = coverage(TRIAL[name].shape, boxes)
             lacks = [box for box in missing if wanted.intersect(box) is not None]
             require(not lacks, f"no chunk brings {name}{lacks[:1]}")
             require(not doubled, f"{name}{doubled[:1]} comes in boxes that overlap and differ")
@@ -395,10 +346,10 @@ class _Worker:
                 found = digest(self.bytes_of(run).clone(), sample) + Seal(sample, order["version"]).seed(number)
                 require(found & MASK == sent, f"{run} of chunk {number} arrived with another digest")
             for p in locations:
-                wire: torch.dtype = getattr(torch, _TRIAL[p.name].wire)
+                wire: torch.dtype = getattr(torch, TRIAL[p.name].wire)
                 data = self.source.storage(p.rank, p.storage)
                 found_values = strided(data, p.dtype, p.offset, p.box.size, p.stride).to(wire)
-                expected = _values(p.name, order["contents"]).to(wire)[region(p.box)]
+                expected = values_of(p.name, order["contents"]).to(wire)[region(p.box)]
                 require(
                     same_bytes(found_values.cpu(), expected),
                     f"chunk {number} brings other values of {p.name}{p.box} than trainer rank {p.rank} has, as "
