@@ -95,15 +95,9 @@ def run(options: Namespace, console: Console) -> bool:
             colour = {"pass": "green", "FAIL": "bold red", "skip": "yellow"}[finding.status]
             line = f"[{colour}]{finding.status}[/{colour}]  {finding.check:<22} {escape(finding.text)}"
             console.print(line, soft_wrap=True, highlight=False)
-    if failed:
-        verdict = f"{failed} check{'s' if failed != 1 else ''} failed"
-    else:
-        unseen = {
-            "engine": "no engine was looked at",
-            _IDENTITY: "start the engine from --model to compare its answers",
-        }
-        verdict = next((f"nothing failed, but {unseen[name]}" for name in unseen if name in skipped), "all is well")
-    console.print(f"\n{verdict}")
+    unseen = {"engine": "no engine was looked at", _IDENTITY: "the engine's first answers were not compared"}
+    well = next((f"nothing failed, but {unseen[name]}" for name in unseen if name in skipped), "all is well")
+    console.print(f"\n{failed} check{'s' * (failed != 1)} failed" if failed else f"\n{well}")
     return failed == 0 and ("engine" not in skipped or no_engine)
 
 
