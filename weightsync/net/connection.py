@@ -372,7 +372,4 @@ def ready(sources: Collection[Pollable], events: int, wait_s: float) -> list[Pol
 
 
 def timed_out(waiting_for: list[str], phase: str, deadline: Deadline) -> SyncTimeoutError:
-    names = ", ".join(waiting_for)
-    return SyncTimeoutError(
-        f"no answer from {names} within {deadline.timeout_s:g} s", phase=phase, waiting_for=waiting_for
-    )
+    return deadline.expired(f"no answer from {', '.join(waiting_for)}", phase, waiting_for)
