@@ -31,7 +31,11 @@ PURE = {
         "weightsync.planning.load_plan",
         "weightsync.planning.wire_types",
     ],
-    "weightsync.checkpoint.safetensors": ["weightsync.errors", "weightsync.planning.layout"],
+    "weightsync.checkpoint.safetensors": [
+        "weightsync.errors",
+        "weightsync.planning.bucketing",
+        "weightsync.planning.layout",
+    ],
     "weightsync.planning.load_plan": [
         "weightsync.errors",
         "weightsync.planning.grouping",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from weightsync.errors import ConfigError
+from weightsync.planning.bucketing import fill_buckets
 from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize, row_major
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -72,15 +73,7 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
             f"a tensor is named {_METADATA}, and safetensors files reserve this name: use "
             "TensorSelection(exclude=...) or TensorSelection(rename=...)"
         )
-    contents: list[list[str]] = []
-    sizes: list[int] = []
-    for names in groups:
-        nbytes = sum(manifest[name].nbytes for name in names)
-        if not contents or sizes[-1] + nbytes > max_shard_bytes:
-            contents.append([])
-            sizes.append(0)
-        contents[-1] += names
-        sizes[-1] += nbytes
+    contents = [bucket.names for bucket in fill_buckets(manifest, map(tuple, groups), max_shard_bytes)]
     files: list[CheckpointFile] = []
     in_file: dict[str, int] = {}
     file_of: dict[str, str] = {}

@@ -17,7 +17,8 @@ import torch
 from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import INDEX, Shards, runs
 from weightsync.errors import PlacementError
-from weightsync.planning.layout import Box, Manifest, ShardLocation, coverage, itemsize
+from weightsync.planning.grouping import grouped
+from weightsync.planning.layout import Manifest, ShardLocation, coverage, itemsize
 
 _SEE_THE_FOLDER = (
     "give all trainer ranks and engine workers the folder of checkpoints under the same path, and the right to read it"
@@ -26,12 +27,10 @@ _SEE_THE_FOLDER = (
 
 def check_whole(manifest: Manifest, locations: Sequence[ShardLocation]) -> None:
     """Raise `PlacementError` unless the ranks together hold each tensor once. Several ranks may hold equal boxes."""
-    boxes: dict[str, set[Box]] = {meta.name: set() for meta in manifest}
+    held = grouped(locations, lambda location: location.name)
     problems = []
-    for location in locations:
-        boxes[location.name].add(location.box)
     for meta in manifest:
-        missing, doubled = coverage(meta.shape, boxes[meta.name])
+        missing, doubled = coverage(meta.shape, {location.box for location in held.get(meta.name, ())})
         problems += [f"{meta.name}{box} is held by no rank" for box in missing]
         problems += [f"ranks hold {meta.name}{box} in boxes that overlap and differ" for box in doubled]
     if problems:

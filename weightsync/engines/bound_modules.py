@@ -6,7 +6,6 @@ engine's workers are asked for their bindings twice: before the adapter is loade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from weightsync.engines.base import LoraAdapter
@@ -32,25 +31,19 @@ def check_bound(adapter: LoraAdapter, answers: Any, who: str) -> None:
     others = [set(one.unbound) for one in found]
     unbound = [name for name in found[0].unbound if all(name in other for other in others)]
     twice = list(dict.fromkeys(name for one in found for name in one.twice))
+    modules = list(dict.fromkeys(name for one in found for name in one.modules))
     for names, problem in (
         (twice, "share a module of the engine with another module"),
         (unbound, "are not in the engine, and would have no effect"),
     ):
         if names:
-            raise _refusal(adapter, problem, names, found, who)
-
-
-def _refusal(
-    adapter: LoraAdapter, problem: str, names: list[str], found: Sequence[BoundModules], who: str
-) -> UnsupportedError:
-    modules = list(dict.fromkeys(name for one in found for name in one.modules))
-    return UnsupportedError(
-        f"{len(names)} modules of the adapter {adapter.name} {problem}: {first_few(names)}. The engine binds adapters "
-        f"to {first_few(modules) or 'nothing'}. Let PEFT wrap the engine's own model, such as an "
-        "AutoModelForCausalLM, not its backbone or a module around it. Or give the modules their names in the "
-        "engine's checkpoint, TensorSelection(rename=...). Leave other modules out of target_modules",
-        who=who,
-        phase="load",
-        adapter_modules=names,
-        engine_modules=modules,
-    )
+            raise UnsupportedError(
+                f"{len(names)} modules of the adapter {adapter.name} {problem}: {first_few(names)}. The engine binds "
+                f"adapters to {first_few(modules) or 'nothing'}. Let PEFT wrap the engine's own model, such as an "
+                "AutoModelForCausalLM, not its backbone or a module around it. Or give the modules their names in the "
+                "engine's checkpoint, TensorSelection(rename=...). Leave other modules out of target_modules",
+                who=who,
+                phase="load",
+                adapter_modules=names,
+                engine_modules=modules,
+            )

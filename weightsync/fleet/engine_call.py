@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from weightsync.errors import SyncTimeoutError, WeightSyncError, wrap_exception
+from weightsync.errors import WeightSyncError, wrap_exception
 from weightsync.net import timeouts
 from weightsync.net.listener import Listener
 from weightsync.net.runtime import Deadline, spawn
@@ -102,11 +102,8 @@ class EngineCalls:
         deadline = Deadline(timeout_s)
         while late := [call for call in self._earlier if call.who in names and call.is_alive()]:
             if deadline.passed():
-                raise SyncTimeoutError(
-                    f"{late[0].name} of the failed push did not return within {timeout_s:g} s",
-                    phase="init",
-                    waiting_for=[call.who or call.name for call in late],
-                )
+                what = f"{late[0].name} of the failed push did not return"
+                raise deadline.expired(what, "init", [call.who or call.name for call in late])
             late[0].join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
 
 
@@ -117,8 +114,7 @@ def await_calls(calls: Sequence[BackgroundCall], deadline: Deadline, phase: str,
             call.join(min(timeouts.CALL_LOOK_S, deadline.left_s()))
             look()
         if call.is_alive():
-            text = f"{call.name} did not return within {deadline.timeout_s:g} s"
-            raise SyncTimeoutError(text, phase=phase, waiting_for=[call.who or call.name])
+            raise deadline.expired(f"{call.name} did not return", phase, [call.who or call.name])
         if call.error is not None:
             call.error.phase = call.error.phase or phase
             raise call.error

@@ -176,20 +176,15 @@ class EngineHandle:
         self.is_poisoned |= (self.version or "").startswith(POISONED)
 
     def pause(self, mode: str) -> None:
-        """Pause the engine, or check that the caller has paused it."""
-        if mode == CALLER:
-            self._check_paused()
-        else:
+        """Pause the engine, or check that the caller has paused it. Not every engine reports whether it generates."""
+        if mode != CALLER:
             self._change("pause", lambda: self.engine.pause(mode), lambda: self.engine.resume())
-        self.paused_at = time.perf_counter()
-
-    def _check_paused(self) -> None:
-        """Raise `EngineError` when the engine reports that it generates. Not every engine reports it."""
-        if reports_paused(self.engine) is False:
+        elif reports_paused(self.engine) is False:
             raise EngineError(
                 f'pause="{CALLER}", but the engine generates. Pause it before each push, and resume it afterwards',
                 who=self.engine.name,
             )
+        self.paused_at = time.perf_counter()
 
     def start(self) -> None:
         """Open the update. A failed `start` must not be followed by `finish`, so the undo is logged last."""

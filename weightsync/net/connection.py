@@ -32,12 +32,6 @@ _MESSAGE_BYTES = 512
 """Memory of the smallest message in the inbox."""
 _MOST_WAITING = 2
 """Size of the inbox, in messages of the largest size. Messages answer requests, so an honest peer sends fewer."""
-_KEEPALIVE = {
-    socket.TCP_KEEPIDLE: timeouts.KEEPALIVE_IDLE_S,
-    socket.TCP_KEEPINTVL: timeouts.KEEPALIVE_INTERVAL_S,
-    socket.TCP_KEEPCNT: timeouts.KEEPALIVE_PROBES,
-}
-"""TCP keepalive: a host that loses power closes no connection. The kernel gives it up after half a minute."""
 
 
 class Connection:
@@ -51,9 +45,11 @@ class Connection:
         """Take an authenticated socket, and the seals of sent and of received frames."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that loses power closes no connection. With keepalive the kernel gives it up after half a minute.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, timeouts.KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, timeouts.KEEPALIVE_INTERVAL_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, timeouts.KEEPALIVE_PROBES)
         self.peer = peer
         self.most_bytes = wire.MAX_FRAME_BYTES
         """Size of the largest frame that the peer may send."""
@@ -89,13 +85,9 @@ class Connection:
         """
         limit_s = min(timeouts.HOST_LOST_S, timeout_s)
         sixth_s = max(1, int(limit_s / 6))
-        options = {
-            socket.TCP_KEEPIDLE: 3 * sixth_s,
-            socket.TCP_KEEPINTVL: sixth_s,
-            socket.TCP_USER_TIMEOUT: max(1, int(1000 * limit_s)),
-        }
-        for option, value in options.items():
-            self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3 * sixth_s)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, sixth_s)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * limit_s)))
 
     def send(self, message: wire.Message, deadline: Deadline, phase: str) -> None:
         """Send one message.
@@ -372,7 +364,4 @@ def ready(sources: Collection[Pollable], events: int, wait_s: float) -> list[Pol
 
 
 def timed_out(waiting_for: list[str], phase: str, deadline: Deadline) -> SyncTimeoutError:
-    names = ", ".join(waiting_for)
-    return SyncTimeoutError(
-        f"no answer from {names} within {deadline.timeout_s:g} s", phase=phase, waiting_for=waiting_for
-    )
+    return deadline.expired(f"no answer from {', '.join(waiting_for)}", phase, waiting_for)

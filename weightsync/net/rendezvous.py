@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from msgspec import json
 
-from weightsync.errors import ErrorFields, PeerError, SyncTimeoutError, WeightSyncError, from_fields
+from weightsync.errors import ErrorFields, PeerError, WeightSyncError, from_fields
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
@@ -112,8 +112,7 @@ class Rendezvous:
         with _store():
             while not self._store.check([key]):
                 if deadline.passed():
-                    text = f"no answer from {who} within {deadline.timeout_s:g} s: {ALL_PUSH}"
-                    raise SyncTimeoutError(text, phase="connect", waiting_for=[who])
+                    raise deadline.expired(f"no answer from {who}", "connect", [who], ALL_PUSH)
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, timeouts.RENDEZVOUS_LONGEST_POLL_S)
             return str(self._store.get(key).decode())

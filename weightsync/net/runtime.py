@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, SyncTimeoutError
 from weightsync.net import timeouts
 
 if TYPE_CHECKING:  # the command imports this module and starts without torch
@@ -40,6 +40,11 @@ class Deadline:
     def passed(self) -> bool:
         """Return whether the deadline has passed."""
         return time.monotonic() >= self._end
+
+    def expired(self, what: str, phase: str, waiting_for: list[str], why: str = "") -> SyncTimeoutError:
+        """Return the error of a wait past this deadline: `what` did not happen in time, perhaps because of `why`."""
+        text = f"{what} within {self.timeout_s:g} s" + (f": {why}" if why else "")
+        return SyncTimeoutError(text, phase=phase, waiting_for=waiting_for)
 
 
 def boot_id() -> str:

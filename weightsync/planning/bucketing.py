@@ -52,7 +52,7 @@ class ModuleBucketer:
         _check_max_bytes(self.max_bytes)
 
     def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
-        return _fill(manifest, _units(manifest, _module, groups or ()), self.max_bytes)
+        return fill_buckets(manifest, _units(manifest, _module, groups or ()), self.max_bytes)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ThresholdBucketer:
     def bucket(self, manifest: Manifest, groups: Groups | None) -> list[Bucket]:
         # A weight, its bias and its quantisation scales have the same innermost module.
         together = _module if groups is None else lambda name: name.rpartition(".")[0]
-        return _fill(manifest, _units(manifest, together, groups or ()), self.max_bytes)
+        return fill_buckets(manifest, _units(manifest, together, groups or ()), self.max_bytes)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _units(manifest: Manifest, together: Callable[[str], str], groups: Groups) -
     return connected((*by_name, *by_plan))
 
 
-def _fill(manifest: Manifest, units: Iterable[tuple[str, ...]], max_bytes: int | None) -> list[Bucket]:
+def fill_buckets(manifest: Manifest, units: Iterable[tuple[str, ...]], max_bytes: int | None) -> list[Bucket]:
     """Put units into buckets in their order. Begin a new bucket if the next unit would pass `max_bytes`.
 
     Without a limit each unit is a bucket.

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
+from operator import mul
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -55,11 +56,7 @@ def itemsize(dtype: str) -> int:
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of `shape`."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
 class Box(Struct, frozen=True, array_like=True, gc=False):

@@ -292,9 +292,8 @@ def make_chunks(
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
     by_name = grouped(choose_owners(travelling), lambda piece: piece.name)
     tensors = {name: _Part(pieces, load(pieces)) for name, pieces in by_name.items()}
-    shards: Shards = defaultdict(list)
-    for shard in (shard for tensor in tensors.values() for shard in tensor.pieces):
-        shards[shard.name, shard.rank].append(shard)
+    owned = (shard for tensor in tensors.values() for shard in tensor.pieces)
+    shards: Shards = grouped(owned, lambda shard: (shard.name, shard.rank))
     hops = longest_way(chains) if hops is None else hops
     if max_bytes is not None and hops:
         whole = _peak(_total(part.held for part in tensors.values()))
@@ -415,15 +414,13 @@ def _cut(tensor: _Part, load: Load, max_bytes: int) -> list[_Part]:
 
 def _sliced(pieces: Iterable[ShardLocation], count: int) -> list[list[ShardLocation]]:
     """Return slices of a tensor, each with a part of every piece, so that all ranks have a share of each slice."""
-    cut: list[list[ShardLocation]] = []
+    cut: defaultdict[int, list[ShardLocation]] = defaultdict(list)
     for piece in pieces:
         for number, box in enumerate(slices(piece.box, count)):
             part = part_of(piece, box)
             assert part is not None
-            if number == len(cut):
-                cut.append([])
             cut[number].append(part)
-    return cut
+    return list(cut.values())
 
 
 def _fill(atoms: Iterable[_Part], max_bytes: int | None) -> list[list[ShardLocation]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import PeerError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import PeerError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.transports.base import Wait
@@ -74,12 +74,9 @@ class Communicator(ABC):
             self._check()
             while step is not None and step.is_alive():
                 if deadline.passed():
-                    raise SyncTimeoutError(
-                        f"the {self.size} members of a communicator did not come together within "
-                        f"{deadline.timeout_s:g} s: {self._missing.format(host=self.place[0])}",
-                        phase="connect",
-                        waiting_for=["the communicator's other members"],
-                    )
+                    what = f"the {self.size} members of a communicator did not come together"
+                    others, why = ["the communicator's other members"], self._missing.format(host=self.place[0])
+                    raise deadline.expired(what, "connect", others, why)
                 wait(timeouts.MEMBER_POLL_S)
             if isinstance(self._error, WeightSyncError):
                 raise self._error
@@ -202,11 +199,7 @@ class Operation:
         """
         while not self._work.is_completed():
             if deadline.passed():
-                raise SyncTimeoutError(
-                    f"the {self._what} did not finish within {deadline.timeout_s:g} s",
-                    phase=phase,
-                    waiting_for=self._waiting_for,
-                )
+                raise deadline.expired(f"the {self._what} did not finish", phase, self._waiting_for)
             if isinstance(self._work, ThreadWork):
                 self._work.done.wait(timeouts.LINK_LOOK_S)
                 wait(0.0)

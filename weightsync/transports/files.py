@@ -28,7 +28,7 @@ from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
 from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import Shards, lay_out, runs
 from weightsync.checkpoint.sidecars import files_beside, with_configs
-from weightsync.errors import ConfigError, PlacementError, SyncTimeoutError
+from weightsync.errors import ConfigError, PlacementError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import typed
@@ -264,11 +264,7 @@ class FilesReceiver(base.TransportReceiver):
                     while at < end:
                         at += _read_at(fd, self._memory[at : min(end, at + _READ_BYTES)], ahead + at)
                         if deadline.passed():
-                            raise SyncTimeoutError(
-                                f"a chunk was not read within {deadline.timeout_s:g} s",
-                                phase="transfer",
-                                waiting_for=["the disk"],
-                            )
+                            raise deadline.expired("a chunk was not read", "transfer", ["the disk"])
             wait(0.0)
             self._read_into[at : base.align(at)].zero_()
 

@@ -164,13 +164,11 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     # High priority: the next chunk's copies start together with this chunk's broadcast, and would delay it.
     options.is_high_priority_stream = True
     with _settings_lock:
-        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        before = {name: os.environ[name] for name in _NCCL_SETTINGS if name in os.environ}
         os.environ.update(_NCCL_SETTINGS)
         try:
             return dist.ProcessGroupNCCL(store, rank, size, options)
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            for name in _NCCL_SETTINGS:
+                del os.environ[name]
+            os.environ.update(before)

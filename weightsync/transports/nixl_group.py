@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weightsync.errors import PeerError, PlacementError, ProtocolError, SyncTimeoutError
+from weightsync.errors import PeerError, PlacementError, ProtocolError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.net.wire import typed
@@ -136,12 +136,8 @@ class NixlGroup(TcpLinks):
             while not agent.is_read(read, peer):
                 self._check()
                 if deadline.passed():
-                    raise SyncTimeoutError(
-                        f"{peer.member}'s memory could not be read by NIXL within {deadline.timeout_s:g} s: "
-                        f"{self._missing}",
-                        phase="connect",
-                        waiting_for=[peer.member],
-                    )
+                    what = f"{peer.member}'s memory could not be read by NIXL"
+                    raise deadline.expired(what, "connect", [peer.member], self._missing)
                 time.sleep(timeouts.MEMBER_POLL_S)
         except PeerError as error:
             if "Disconnect" in error.message:  # it has died

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from weightsync.errors import PlacementError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import PlacementError, WeightSyncError
 from weightsync.kernels.copies import BatchedCopy, Copy
 from weightsync.kernels.digest import Digests
 from weightsync.net import timeouts
@@ -324,10 +324,6 @@ def wait_until(
     pause_s = timeouts.STAGING_POLL_S
     while waiting_for := late():
         if deadline.passed():
-            raise SyncTimeoutError(
-                f"{', '.join(waiting_for)} did not {what} within {deadline.timeout_s:g} s",
-                phase="transfer",
-                waiting_for=waiting_for,
-            )
+            raise deadline.expired(f"{', '.join(waiting_for)} did not {what}", "transfer", waiting_for)
         wait(pause_s)
         pause_s = min(2 * pause_s, longest_poll_s)

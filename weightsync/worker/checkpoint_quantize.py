@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -182,11 +183,8 @@ def expand(manifest: Manifest, pairs: dict[str, QuantizedTensors]) -> Manifest:
     """Return the manifest as the loader sees it, with each tensor of `pairs` replaced by its quantised tensors."""
     if not pairs:
         return manifest
-    tensors: list[TensorMeta] = []
-    for meta in manifest:
-        pair = pairs.get(meta.name)
-        tensors += [meta] if pair is None else pair.made
-    return Manifest(tuple(tensors), manifest.tied)
+    tensors = (pairs[meta.name].made if meta.name in pairs else (meta,) for meta in manifest)
+    return Manifest(tuple(chain.from_iterable(tensors)), manifest.tied)
 
 
 def quantised(

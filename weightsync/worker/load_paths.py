@@ -412,10 +412,9 @@ class NativeLoader(_Reloading):
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
-        self._pieces: dict[int, list[tuple[CopyOp, torch.Tensor]]] = defaultdict(list)
-        self._dtypes = {name: ops[0].src_dtype for name, ops in self._arrivals.whole_ops.items()}
-        for op in (op for ops in self._arrivals.whole_ops.values() for op in ops):
-            self._pieces[op.chunk].append((op, self._arrivals.view(op)))
+        self._dtypes = {name: ops[0].src_dtype for name, ops in arrivals.whole_ops.items()}
+        views = ((op, arrivals.view(op)) for ops in arrivals.whole_ops.values() for op in ops)
+        self._pieces: dict[int, list[tuple[CopyOp, torch.Tensor]]] = grouped(views, lambda pair: pair[0].chunk)
         self._tensors: dict[str, torch.Tensor] = {}
         self._wanted: Counter[str] = Counter()
 

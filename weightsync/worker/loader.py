@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from weightsync.errors import ManifestError, PeerError, ProtocolError, SyncTimeoutError, UnsupportedError, first_few
+from weightsync.errors import ManifestError, PeerError, ProtocolError, UnsupportedError, first_few
 from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, collector_paused, submit
@@ -485,11 +485,7 @@ def await_stream(device: torch.device, number: int, waiting_for: Sequence[str], 
     done = torch.cuda.current_stream(device).record_event()
     while not done.query():
         if deadline.passed():
-            raise SyncTimeoutError(
-                f"chunk {number} did not arrive on {device} within {deadline.timeout_s:g} s",
-                phase="transfer",
-                waiting_for=[*waiting_for],
-            )
+            raise deadline.expired(f"chunk {number} did not arrive on {device}", "transfer", [*waiting_for])
         wait(timeouts.STREAM_POLL_S)
 
 

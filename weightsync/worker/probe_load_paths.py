@@ -8,6 +8,7 @@ form gives the same bits. All other groups are reloaded. A reload is always corr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -170,9 +171,10 @@ class _Attempt:
 
     def __init__(self, group: ModuleGroup, model: EngineModel, size: float = 1.0, other_seed: int = 0) -> None:
         holders = [part for module in group.pristine for part in model.parts(module)]
-        saved = [Snapshot(part) for part in holders]
         fresh = {id(param): materialise(param, model.device) for param in group.pristine_parameters()}
-        try:
+        with ExitStack() as stack:
+            for part in holders:
+                stack.callback(Snapshot(part).restore)
             for module in group.pristine:
                 install(module, module, fresh)
             for param in fresh.values():
@@ -211,9 +213,6 @@ class _Attempt:
             self.placements = _find_placements(processed[0], loaded[0]) if is_rearranged else {}
             self.loaded = loaded[0]
             self.processed = {key: param.detach() for key, param in processed[0].items()}
-        finally:
-            for snapshot in saved:
-                snapshot.restore()
 
 
 def _are_as_loaded(processed: dict[str, nn.Parameter], loaded: dict[str, torch.Tensor]) -> bool:

@@ -8,7 +8,7 @@ were live before (Record2), because CUDA graphs have captured their addresses. A
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,14 +67,11 @@ class Reload:
 
         The copy's own parameters are on `meta`.
         """
-        saved = [Snapshot(module) for module in self._group.pristine]
-        try:
+        with ExitStack() as stack:
             for module in self._group.pristine:
+                stack.callback(Snapshot(module).restore)
                 install(module, module, self._fresh)
             yield
-        finally:
-            for snapshot in saved:
-                snapshot.restore()
 
     def close(self) -> None:
         """Post-process the loaded parameters and copy the outcome into the live tensors.
@@ -85,7 +82,9 @@ class Reload:
         holders = [part for module in group.live for part in self._model.parts(module)]
         templates = [part for module in group.pristine for part in self._model.parts(module)]
         saved = [Snapshot(part) for part in holders]
-        try:
+        with ExitStack() as stack:
+            for snapshot in saved:
+                stack.callback(snapshot.restore)
             for part, template, keys in zip(holders, templates, group.changed, strict=True):
                 _forget_loading(part, template, keys)
             for module, template in zip(group.live, group.pristine, strict=True):
@@ -103,10 +102,8 @@ class Reload:
                     f"a reload of {group.names[0]} made other objects than CUDA graphs have captured: "
                     f"{'; '.join(problems[:3])}"
                 )
-        except BaseException:
-            for snapshot in saved:
-                snapshot.restore()
-            raise
+            if group.opaque:
+                stack.pop_all()  # the live modules keep the new objects
         if group.opaque:
             olds = {id(new): old for _, old, new in found.tensors}
             for part, keys in zip(holders, group.changed, strict=True):
@@ -119,8 +116,6 @@ class Reload:
             states = (self.fresh, *after)
             group.keep_alive = [each for state in states for each in state.values() if id(each) not in held]
             return
-        for snapshot in saved:
-            snapshot.restore()
         for _, old, new in found.tensors:
             old.data.copy_(new.data)
 

@@ -52,7 +52,7 @@ def _trace_examples(
     for each in (each for each in alike if each.others):
         examples = each.examples
         first, *more = (_part(trace, each.layers, number) for number in examples)
-        places = _places(first)
+        places = {name: LayerName.of(name) for name in first.filled() | first.read()}
         targets = {places[param].layers for param in first.filled()}
         are_alike = (part == _moved(first, places, at) for part, at in zip(more, examples[1:], strict=True))
         if not targets or not all(are_alike):
@@ -106,11 +106,6 @@ def _moved(part: Trace, places: Mapping[str, LayerName], number: int) -> Trace:
         fills=[replace(fill, param=names[fill.param]) for fill in part.fills],
         computed={names[param]: [names[name] for name in own] for param, own in part.computed.items()},
     )
-
-
-def _places(part: Trace) -> dict[str, LayerName]:
-    """Return the parts of all names of tensors and parameters."""
-    return {name: LayerName.of(name) for name in part.filled() | part.read()}
 
 
 def _have_alike_modules(model: nn.Module, targets: Iterable[str], example: int, number: int) -> bool:

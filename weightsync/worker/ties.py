@@ -60,12 +60,9 @@ def shared_parameters(model: nn.Module, without: str) -> dict[str, list[str]]:
 def fill_of_shared(trace: Trace, shared: Mapping[str, list[str]]) -> dict[str, str]:
     """Return the first tensor that fills each of the shared parameters, if there is one."""
     found: dict[str, str] = {}
-    for copy in trace.copies:
-        if copy.param in shared:
-            found.setdefault(copy.param, copy.name)
-    for param in shared.keys() & trace.computed.keys():
-        if trace.computed[param]:
-            found.setdefault(param, trace.computed[param][0])
+    for param, name in trace.landed():
+        if param in shared:
+            found.setdefault(param, name)
     return found
 
 
