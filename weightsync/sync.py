@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -56,6 +58,8 @@ _SHARED_BY_RANKS = (
 tensors."""
 
 _connected: weakref.WeakSet[WeightSync] = weakref.WeakSet()
+_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""The numbers of the objects to come, for each process group."""
 
 
 @dataclass
@@ -173,7 +177,9 @@ class WeightSync:
         self._shown = _comparable(backend), _comparable(transport), options.engines
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
-        self._ranks = Ranks(timeout_s, ranks, {name: _comparable(value) for name, value in shared.items()}, hold_s)
+        # Ranks of two objects must not meet, though they push at the same time.
+        name = f"sync {next(_made[str(getattr(ranks, 'group_name', ranks))])}"
+        self._ranks = Ranks(timeout_s, ranks, {key: _comparable(value) for key, value in shared.items()}, hold_s, name)
         self.last_report: PushReport | None = None
         """The last report of `push`, `catch_up` or `writing`, on every rank."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ranks import run_ranks
 from recorders import RecordedEngine
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from weightsync import (
     CheckpointTransport,
@@ -243,3 +246,55 @@ def push_of_two_ranks(rank: int) -> None:
 
 def test_one_rank_may_await_what_another_waits_for() -> None:
     run_ranks(push_of_two_ranks, 2)
+
+
+def sharded_models() -> list[Any]:
+    """Return two models of one architecture, each with half of the rows on each rank."""
+    models = [trainer_model(checkpoint(seed)) for seed in (2, 3)]
+    return [fully_shard(each, ignored_params={p for p in each.parameters() if p.dim() == 0}) for each in models]
+
+
+def pushes_at_once(rank: int) -> None:
+    """Each rank begins with another push."""
+    models = sharded_models()
+    engines = [FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None for _ in models]
+    syncs = [WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) for engine in engines]
+
+    async def push(number: int) -> None:
+        await asyncio.sleep(0.2 * (number ^ rank))
+        await syncs[number].push_async(models[number])
+
+    async def push_both() -> None:
+        await asyncio.gather(push(0), push(1))
+
+    for _ in range(2):
+        asyncio.run(push_both())
+    for sync in syncs:
+        sync.close()
+    for engine, seed in zip(engines, (2, 3), strict=True):
+        if engine is not None:
+            assert serves(engine, seed)
+            engine.close()
+
+
+def test_two_pushes_of_a_job_at_once_never_exchange_their_ranks() -> None:
+    run_ranks(pushes_at_once, 2)
+
+
+def saves_at_once(rank: int, folder: str) -> None:
+    """Each rank begins with another save."""
+    models = sharded_models()
+
+    def save_one(number: int) -> None:
+        time.sleep(0.2 * (number ^ rank))
+        save(models[number], Path(folder, f"model-{number}"), timeout_s=TIMEOUT_S)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(save_one, range(2)))
+    for number, seed in enumerate((2, 3)):
+        found = load_file(Path(folder, f"model-{number}", "model.safetensors"))
+        assert all(torch.equal(found[name], tensor) for name, tensor in checkpoint(seed).items())
+
+
+def test_two_saves_of_a_job_at_once_never_exchange_their_ranks(tmp_path: Path) -> None:
+    run_ranks(saves_at_once, 2, str(tmp_path))

@@ -74,11 +74,11 @@ def save(
     """
     selection = selection or TensorSelection()
     source = open_source(backend, selection)
-    ranks = Ranks(timeout_s)
+    target = Path(folder).absolute()
+    ranks = Ranks(timeout_s, name=f"save {target.name}")  # another thread may save to another folder
     try:
         with collective(ranks) as update:
             beside = (config, generation_config, tokenizer)
-            target = Path(folder).absolute()
             incoming = target.with_name(f".{target.name}.incoming-{secrets.token_hex(4)}")
             save_tensors(update, model, source, incoming, target, selection, max_shard_bytes, beside)
     finally:

@@ -73,6 +73,7 @@ class Ranks:
     members: the group. None: the default group, or this process if there is none. "alone": this process.
     options: options that must be equal on every rank. Compared when ranks connect.
     hold_s: see `Hold`.
+    name: the name of these ranks among all `Ranks` of the job, the same on every rank. Ranks of two names never meet.
 
     `gather` and `broadcast` are collective. An error on any rank is raised on all, from the step that each is in.
     `listener` takes the connections of the engines' workers and of the other ranks. It is None on other ranks than 0,
@@ -85,8 +86,10 @@ class Ranks:
         members: Any = None,
         options: Mapping[str, str] | None = None,
         hold_s: float | None = None,
+        name: str = "",
     ) -> None:
         self.rank, self.size = place_among(members)
+        self._name = name
         self._members, self._options = members, dict(options or {})
         self.host = LOOPBACK
         self.timeout_s = timeout_s
@@ -318,7 +321,7 @@ class Ranks:
 
     def _call(self, lost: list[int], listener: Listener, call: CollectiveCall) -> None:
         """Wait until these ranks connect, on rank 0. A rank that cannot connect reports why, and all ranks raise."""
-        meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
+        meeting, deadline = Rendezvous(self._members, self._name), Deadline(self.timeout_s)
         meeting.invite(lost, call.what())
         try:
             # Rank 0's host name may resolve to the loopback. The interface that faces another rank is reachable.
@@ -352,7 +355,7 @@ class Ranks:
     def _join(self, call: CollectiveCall, has_heard: bool) -> None:
         """Connect to rank 0, on another rank. On failure both ranks raise."""
         self.part()
-        meeting, deadline = Rendezvous(self._members), Deadline(self.timeout_s)
+        meeting, deadline = Rendezvous(self._members, self._name), Deadline(self.timeout_s)
         self.host, port, token = meeting.fetch(_own_address(), deadline, call.what(), not has_heard).split()
         self._address = self.host, int(port), token
         try:

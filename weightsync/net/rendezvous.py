@@ -17,7 +17,7 @@ from weightsync.errors import ErrorFields, PeerError, WeightSyncError, from_fiel
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
-ALL_PUSH = "every rank must call push, within this time"
+ALL_PUSH = "every rank must call push within this time, and make its WeightSync objects in the same order"
 _NO = "! "
 """Prefix of rank 0's error, as JSON, in the place of an offer."""
 
@@ -28,10 +28,11 @@ class Rendezvous:
     Every method raises `PeerError` when the store is gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
+        """Meet the ranks with the same `name`. Ranks with another one have offers of their own."""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        name = "weightsync" if group is None else f"weightsync/{group.group_name}"
-        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        prefix = "weightsync" if group is None else f"weightsync/{group.group_name}"
+        self._store = dist.PrefixStore(f"{prefix}/{name}", dist.distributed_c10d._get_default_store())
         self._calls: list[str] = []  # "rank/number of the rank's offer"
 
     def hosts(self, deadline: Deadline) -> list[str]:
