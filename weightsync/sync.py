@@ -291,7 +291,7 @@ class WeightSync:
 
         Raises:
             ConfigError: The model has changed, or an engine without the version has had an equal or a newer one.
-                Nothing was written.
+                Nothing was written. So it is with verify="none".
             WeightSyncError: As `push` does.
         """
         with self._collective("catch_up") as update:

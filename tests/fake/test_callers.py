@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapted_trainer import with_adapter
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from ranks import run_ranks
 from recorders import RecordedEngine
 from safetensors.torch import load_file
@@ -298,3 +301,37 @@ def saves_at_once(rank: int, folder: str) -> None:
 
 def test_two_saves_of_a_job_at_once_never_exchange_their_ranks(tmp_path: Path) -> None:
     run_ranks(saves_at_once, 2, str(tmp_path))
+
+
+def pushes_of_unlike_adapters(rank: int) -> None:
+    torch.manual_seed(5)
+    model = with_adapter()
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["q", "k"], init_lora_weights=False))
+    model.set_adapter("default")
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    with WeightSync("fsdp", "ipc", engine, max_bytes=100, timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        before = [] if engine is None else list(map(torch.clone, engine.hosts[0].live.parameters()))
+        spoils: list[tuple[Callable[[], object], Callable[[], object]]] = [
+            (lambda: model.set_adapter("other"), lambda: model.set_adapter("default")),
+            (lambda: [each.scale_layer(3.0) for each in layers], lambda: [each.unscale_layer() for each in layers]),
+            (model.base_model.disable_adapter_layers, model.base_model.enable_adapter_layers),
+        ]
+        for spoil, mend in spoils:
+            if rank:
+                spoil()
+            with pytest.raises(ConfigError, match="the ranks' adapters differ: trainer rank 1 has"):
+                sync.push(model)
+            if engine is not None:
+                assert all(map(torch.equal, before, engine.hosts[0].live.parameters()))
+            if rank:
+                mend()
+        sync.push(model)
+    if engine is not None:
+        assert all(map(torch.equal, before, engine.hosts[0].live.parameters()))
+        engine.close()
+
+
+def test_ranks_with_other_adapters_or_scalings_are_refused() -> None:
+    run_ranks(pushes_of_unlike_adapters, 2)

@@ -326,6 +326,17 @@ def test_nothing_catches_up_with_what_was_written_unseen(
     assert not all(map(torch.equal, served[0], before))
 
 
+def test_nothing_catches_up_without_digests(engines: list[Named]) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", "ipc", [engines[0]], timeout_s=TIMEOUT_S, verify="none") as sync:
+        sync.push(model)
+        sync.engines.add(engines[1])
+        write_data(model)
+        with pytest.raises(ConfigError, match='with verify="none" a model cannot be compared'):
+            sync.catch_up(model)
+        assert engines[1].serves(1)
+
+
 def test_engine_that_had_a_newer_version_does_not_catch_up(engines: list[Named]) -> None:
     with WeightSync("fsdp", "ipc", engines[1], timeout_s=TIMEOUT_S) as sync:
         sync.push(trainer_model(checkpoint(4)), version=9)

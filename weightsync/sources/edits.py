@@ -31,8 +31,8 @@ class Edit(Protocol):
     def apply(self, values: torch.Tensor, box: Box, whole: Whole) -> torch.Tensor:
         """Return the region `box` of the result from the same region of the tensor. Leave `values` unchanged."""
 
-    def settings(self) -> object:
-        """Return the state beside tensors that the result depends on."""
+    def settings(self) -> str:
+        """Return a text of the state beside tensors that the result depends on."""
 
 
 def edited(edits: Sequence[Edit], shape: tuple[int, ...], values: torch.Tensor, box: Box, whole: Whole) -> torch.Tensor:

@@ -36,8 +36,8 @@ class FourBits:
         dequantised: torch.Tensor = dequantize_4bit(values, self.state)
         return dequantised
 
-    def settings(self) -> object:
-        return ()
+    def settings(self) -> str:
+        return ""
 
 
 def packed_weights(model: nn.Module) -> dict[str, FourBits]:

@@ -133,8 +133,9 @@ class ModuleSource(LocalSource):
         self._changed.clear()
         self._edited, self._whole, self._computed = {}, {}, {}
 
-    def _settings(self) -> list[Any]:
-        return [[edit.settings() for edit in held.edits] for those in self._edited.values() for held in those.values()]
+    def _settings(self) -> list[str]:
+        edited = (held for those in self._edited.values() for held in those.values())
+        return ["".join(edit.settings() for edit in held.edits) for held in edited]
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
         self._whole = {}  # free the tensors of the last names first

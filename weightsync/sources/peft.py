@@ -204,9 +204,10 @@ class Adapter:
         merged: torch.Tensor = getattr(twin.get_base_layer(), self.tail).data
         return merged
 
-    def settings(self) -> object:
+    def settings(self) -> str:
         """Return the active adapters, each with its scaling."""
-        return [(name, getattr(self.layer, "scaling", {}).get(name)) for name in self.names()]
+        factors = getattr(self.layer, "scaling", {})
+        return " + ".join(f"{factors[name]!r} * {name}" if name in factors else name for name in self.names())
 
 
 class AddedProducts(Adapter):

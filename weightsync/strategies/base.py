@@ -53,6 +53,11 @@ class Options(WeightSyncConfig):
 
         return isinstance(self.source, StreamSource)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize is None:
+            self.refuse_selection("quantize=None", "unquantized")
+
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`."""
         if given := [name for name in names if getattr(self, name) is not None]:

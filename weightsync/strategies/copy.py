@@ -33,7 +33,7 @@ from weightsync.sources.rename import renamed
 from weightsync.strategies.base import FleetStrategy, Options, locate, worker_reports
 from weightsync.strategies.compile import compile_plan
 from weightsync.strategies.duplicates import places_of_two, refuse_different
-from weightsync.strategies.inventory import Inventory, device_of, machines, take_inventory
+from weightsync.strategies.inventory import Inventory, check_settings, device_of, machines, settings_of, take_inventory
 from weightsync.strategies.non_finite import FiniteCheck
 from weightsync.strategies.pushed import TrainerMemory
 from weightsync.strategies.rank_max import RankMax
@@ -94,9 +94,7 @@ class CopyWeights(FleetStrategy):
         self._finite = FiniteCheck(options, given)
         self._source = self._finite.source
         self._largest = RankMax(options.ranks, self._wait)
-        if options.quantize is None:
-            options.refuse_selection("quantize=None", "unquantized")
-        else:
+        if options.quantize is not None:
             self._source = QuantizingSource(self._source, options.quantize, options.selection, self._largest)
         bucketer: Any = options.bucketer
         if bucketer is None:
@@ -121,8 +119,9 @@ class CopyWeights(FleetStrategy):
         return report
 
     def catch_up(self, update: Update, model: Model) -> PushReport | None:
-        if self._options.is_stream:
-            raise ConfigError("a stream cannot be compared with the last push: push it to all engines")
+        if self._options.is_stream or self._verify == "none":
+            what = "a stream" if self._options.is_stream else 'with verify="none" a model'
+            raise ConfigError(f"{what} cannot be compared with the last push: push it to all engines")
         self._memory.catches_up = True
         return self._push(update, model, True)
 
@@ -242,11 +241,10 @@ class CopyWeights(FleetStrategy):
         if self._updated:
             error.message += f"; engines with the new version: {', '.join(self._updated)}"
             error.add_facts(updated=self._updated)
-        if self._is_touched and self._fleet is not None and self._update is not None:
-            version = self._update.version
-            if version is not None and version <= self._fleet.newest_version:
-                error.message += f"; version {version} is spent, so push again with a greater one"
-                error.add_facts(spent=["the version"])
+        version = self._update.version if self._update is not None and self._is_touched else None
+        if version is not None and self._fleet is not None and version <= self._fleet.newest_version:
+            error.message += f"; version {version} is spent, so push again with a greater one"
+            error.add_facts(spent=["the version"])
         return error
 
     def is_untouched(self) -> bool:
@@ -336,8 +334,7 @@ class CopyWeights(FleetStrategy):
 
     def _agree_on_changes(self, update: Update, reading: Reading, late: bool) -> tuple[SessionChanges, list[list[int]]]:
         """Return the changes of sessions and, on rank 0, each rank's digests for the earlier sessions. Collective."""
-        ranks = update.ranks
-        holds = reading is self._reading
+        ranks, holds = update.ranks, reading is self._reading
         if late:
             await_writes(reading.shards)
         if late and not (holds and self._memory.is_as_pushed()):
@@ -346,9 +343,11 @@ class CopyWeights(FleetStrategy):
                 "Push it to all engines"
             )
         # Digest only if the shards hold: memory that the model has left may be freed.
-        everyone = ranks.gather([holds, self._sessions.prepare_push() if holds else []], "plan")
-        changes = self._choose(all(each for each, _ in everyone), late) if ranks.rank == 0 else None
-        return ranks.broadcast(changes, "plan", SessionChanges), [digests for _, digests in everyone]
+        digests = self._sessions.prepare_push() if holds else []
+        everyone = ranks.gather([holds, digests, settings_of(reading)], "plan")
+        check_settings([settings for *_, settings in everyone])
+        changes = self._choose(all(each for each, *_ in everyone), late) if ranks.rank == 0 else None
+        return ranks.broadcast(changes, "plan", SessionChanges), [digests for _, digests, _ in everyone]
 
     def _choose(self, holds: bool, late: bool) -> SessionChanges:
         """Return the changes of sessions, on rank 0."""

@@ -9,6 +9,7 @@ import torch
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
+from weightsync.errors import ConfigError, first_few
 from weightsync.net.ranks import uses_nccl
 from weightsync.net.runtime import boot_id, describe_device
 from weightsync.net.wire import MachineInfo, Value
@@ -43,6 +44,26 @@ def take_inventory(
         frozen=sorted({s.meta.name for s in reading.shards if options.selection.freezes(s.meta.name, s.trains)}),
         machine=MachineInfo(f"trainer rank {rank}", kind, gpu_uuid, boot_id()),
     )
+
+
+def settings_of(reading: Reading) -> list[str] | None:
+    """Return the distinct settings of this rank's computed tensors. None: the rank has no tensors."""
+    return sorted({*reading.settings()}) if reading.shards else None
+
+
+def check_settings(everyone: Sequence[list[str] | None]) -> None:
+    """Raise `ConfigError` if ranks compute tensors by different settings: the engines would get a mixture.
+
+    everyone: `settings_of` of each rank.
+    """
+    first, *others = [(rank, own) for rank, own in enumerate(everyone) if own is not None] or [(0, [])]
+    for rank, own in others:
+        if own != first[1]:
+            mine, theirs = (first_few(each) or "none" for each in (first[1], own))
+            raise ConfigError(
+                f"the ranks' adapters differ: trainer rank {rank} has {theirs}, and rank {first[0]} {mine}. Give all "
+                "ranks the same active adapters, with the same scaling"
+            )
 
 
 def manifests(own: Manifest, everyone: Sequence[Inventory]) -> list[Manifest]:

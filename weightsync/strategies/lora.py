@@ -101,8 +101,7 @@ class LoraTransport:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters need PEFT, backend="fsdp" or "deepspeed", and no quantize')
-        without = "exclude", "frozen", "only_trained", "dtypes", "buffers", "unquantized", "keep"
-        options.refuse_selection("this LoraTransport", *without)
+        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "buffers", "keep")
         options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s", "non_finite")
         return LoraAdapters(options, options.source, self)
 

@@ -117,7 +117,7 @@ class SaveAndRestart(UpdateStrategy):
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
         options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
-        options.refuse_selection("restart=True, whose engine starts from the version alone", "exclude", "unquantized")
+        options.refuse_selection("restart=True, whose engine starts from the version alone", "exclude")
         self._options = options
         self._finite = FiniteCheck(options, options.source)
         self._transport = transport
