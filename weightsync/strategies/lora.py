@@ -161,8 +161,8 @@ class LoraAdapters(UpdateStrategy):
 
     def _plan(self, update: Update, model: Model) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]], Any, int]:
         """Return the adapter's tensors, this rank's shards to write, PEFT's config, and the version. Collective."""
-        if self.adapter is None:
-            OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
+        # In every push: a condition on this rank's state would differ between ranks, as after `close` on one of them.
+        OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
         reading, config = read_lora(self._source, model, self._transport.base_is_pushed)
         check_finite(reading)
         manifest, mine = share_out(update, reading.manifest, reading.shards)
