@@ -373,6 +373,32 @@ def test_a_rank_without_the_folder_fails_the_push_before_an_engine_is_called(tmp
     assert not list(tmp_path.glob(".incoming*"))
 
 
+def have_other_adapters(rank: int, folder: Path) -> None:
+    engine, model = FakeEngine(), wrapped("linear", torch.float32)
+    model.add_adapter("other", peft.LoraConfig(r=8, lora_alpha=16, **test_lora.KINDS["linear"]))
+    with WeightSync("fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank), timeout_s=20) as sync:
+        if rank == 1:
+            model.set_adapter("other")
+        expected = r'differ: trainer rank 1 has adapter="other", and rank 0 adapter="default"\..*\[trainer rank 0'
+        with pytest.raises(ConfigError, match=expected):
+            sync.push(model)
+        if rank == 0:
+            assert not folder.exists()
+        model.set_adapter("default")
+        sync.push(model)
+        rescaled = wrapped("linear", lora_alpha=16 + 16 * rank)
+        with pytest.raises(ConfigError, match="trainer rank 1 has lora_alpha=32, and rank 0 lora_alpha=16"):
+            sync.push(rescaled)
+        elsewhere = wrapped("linear")
+        elsewhere.peft_config["default"].base_model_name_or_path = f"/scratch/{rank}/model"
+        sync.push(elsewhere)
+        assert len(engine.log) == (2 if rank == 0 else 0)
+
+
+def test_ranks_with_other_adapters_or_scalings_are_refused(tmp_path: Path):
+    run_ranks(have_other_adapters, 2, tmp_path / "run", timeout_s=60)
+
+
 def close_or_replace_rank_1(rank: int, folder: Path) -> None:
     engine, model = FakeEngine(), wrapped("linear")
     given = "fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank)
