@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import test_lora
 import tiny_models
 import torch
+import torch.distributed as dist
 import zero
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -29,7 +31,9 @@ from weightsync import (
     TensorSelection,
     UnsupportedError,
     WeightSync,
+    WeightSyncError,
 )
+from weightsync.net.ranks import Ranks
 from weightsync.strategies.lora import AdapterFolder
 
 KINDS = ["linear", "rslora", "embedding"]
@@ -367,6 +371,81 @@ def test_a_rank_without_the_folder_fails_the_push_before_an_engine_is_called(tmp
     run_ranks(see_other_folders, 2, tmp_path)
     assert names_in(tmp_path) == ["policy-1"]
     assert not list(tmp_path.glob(".incoming*"))
+
+
+def have_other_adapters(rank: int, folder: Path) -> None:
+    engine, model = FakeEngine(), wrapped("linear", torch.float32)
+    model.add_adapter("other", peft.LoraConfig(r=8, lora_alpha=16, **test_lora.KINDS["linear"]))
+    with WeightSync("fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank), timeout_s=20) as sync:
+        if rank == 1:
+            model.set_adapter("other")
+        expected = r'differ: trainer rank 1 has adapter="other", and rank 0 adapter="default"\..*\[trainer rank 0'
+        with pytest.raises(ConfigError, match=expected):
+            sync.push(model)
+        if rank == 0:
+            assert not folder.exists()
+        model.set_adapter("default")
+        sync.push(model)
+        rescaled = wrapped("linear", lora_alpha=16 + 16 * rank)
+        with pytest.raises(ConfigError, match="trainer rank 1 has lora_alpha=32, and rank 0 lora_alpha=16"):
+            sync.push(rescaled)
+        elsewhere = wrapped("linear")
+        elsewhere.peft_config["default"].base_model_name_or_path = f"/scratch/{rank}/model"
+        sync.push(elsewhere)
+        assert len(engine.log) == (2 if rank == 0 else 0)
+
+
+def test_ranks_with_other_adapters_or_scalings_are_refused(tmp_path: Path):
+    run_ranks(have_other_adapters, 2, tmp_path / "run", timeout_s=60)
+
+
+def close_or_replace_rank_1(rank: int, folder: Path) -> None:
+    engine, model = FakeEngine(), wrapped("linear")
+    given = "fsdp", LoraTransport(folder=folder), of_rank_0(engine, rank)
+    sync = WeightSync(*given, timeout_s=20)
+    sync.push(model, version=1)
+    if rank == 1:
+        sync.close()
+    dist.barrier()  # or rank 0 begins the next push, and rank 1 closes in it
+    sync.push(model, version=2)
+    if rank == 1:
+        sync.close()
+        sync = WeightSync(*given, timeout_s=20)
+    dist.barrier()
+    assert sync.push(model, version=3).version == 3
+    if rank == 0:
+        assert_holds(engine, sync.adapter, in_peft(model))
+    sync.close()
+
+
+def interrupt_rank_1(rank: int, folder: Path) -> None:
+    """As Ctrl-C on one rank, when rank 0 has ended the push."""
+    broadcast = Ranks.broadcast
+
+    def interrupted(ranks: Ranks, value: Any, phase: str, *more: Any) -> Any:
+        found = broadcast(ranks, value, phase, *more)
+        if phase == "load":
+            raise KeyboardInterrupt
+        return found
+
+    model = wrapped("linear")
+    sync = WeightSync("fsdp", LoraTransport(folder=folder), of_rank_0(FakeEngine(), rank), timeout_s=20)
+    if rank == 1:
+        with mock.patch.object(Ranks, "broadcast", interrupted), pytest.raises(KeyboardInterrupt):
+            sync.push(model, version=1)
+    else:
+        sync.push(model, version=1)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(WeightSyncError, match="interrupted"):
+            sync.push(model, version=2)
+    assert sync.push(model, version=3).version == 3
+    sync.close()
+
+
+@pytest.mark.parametrize("end", [close_or_replace_rank_1, interrupt_rank_1])
+def test_ranks_push_after_one_was_closed_replaced_or_interrupted(end: Callable[[int, Path], None], tmp_path: Path):
+    run_ranks(end, 2, tmp_path, timeout_s=60)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -57,5 +57,5 @@ def test_an_adapter_is_read_after_them(copies: list[Callable[[], Any]]) -> None:
     model = peft.get_peft_model(tiny_models.build("qwen3", "A"), peft.LoraConfig(target_modules=["q_proj"]))
     factors = [param for param in model.parameters() if param.requires_grad]
     copies.append(lambda: [factor.data.fill_(2.0) for factor in factors])
-    reading, _ = read_lora(open_source("fsdp", TensorSelection(), "alone"), model, False)
+    reading, *_ = read_lora(open_source("fsdp", TensorSelection(), "alone"), model, False)
     assert [shard.tensor.unique().tolist() for shard in reading.shards] == [[2.0]] * len(factors)

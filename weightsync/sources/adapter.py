@@ -7,6 +7,7 @@ gathered here.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -30,14 +31,16 @@ _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights`, beside true and false, that leave the base unchanged. Other values change the weights
 of the base, and the engine has these from its checkpoint.
 """
+_OF_ONE_RANK = {"base_model_name_or_path", "corda_config", "peft_version", "revision", "runtime_config"}
+"""Fields of PEFT's config without an effect on pushed factors, such as paths. They may differ between hosts."""
 
 
 @torch.no_grad()
-def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple[Reading, Any]:
+def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple[Reading, Any, dict[str, str]]:
     """Read the active adapter of `model` with the readers of `source`. Local, not collective.
 
-    Returns the adapter's factors and its config. With `base_is_pushed` the base may train, and its weights may differ
-    from the checkpoint.
+    Returns the adapter's factors, its config, and a description: its name and the fields of the config, as texts. With
+    `base_is_pushed` the base may train, and its weights may differ from the checkpoint.
 
     Raises `ConfigError` for a model without exactly one active adapter. Raises `ManifestError` if the selection gives
     two tensors one name. Raises `UnsupportedError`, with all reasons, for an adapter beyond plain LoRA, or one that
@@ -59,7 +62,17 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
     held = _factors(source, layers, name, float(scaling))
     metas = {name: TensorMeta(name, one.shape, one.dtype) for name, one in held.items()}
     shards = [TensorShard(metas[name], box, view) for name, one in held.items() for box, view in one.parts]
-    return settled(Reading(Manifest(tuple(metas.values())), shards)), config
+    return settled(Reading(Manifest(tuple(metas.values())), shards)), config, _describe(name, config)
+
+
+def _describe(name: str, config: Any) -> dict[str, str]:
+    """Return the adapter's name, and the fields of its config, as texts that are equal on ranks with equal adapters."""
+
+    def plain(value: Any) -> Any:  # a set has another order in each process, and an object's text may have its address
+        return sorted(value, key=str) if isinstance(value, set) else type(value).__name__
+
+    fields = {key: value for key, value in config.to_dict().items() if key not in _OF_ONE_RANK}
+    return {key: json.dumps(value, sort_keys=True, default=plain) for key, value in {"adapter": name, **fields}.items()}
 
 
 def _refuse_trained(model: nn.Module) -> None:

@@ -160,10 +160,11 @@ class LoraAdapters(UpdateStrategy):
 
     def _plan(self, update: Update, model: Model) -> tuple[Manifest, list[tuple[ShardLocation, TensorShard]], Any, int]:
         """Return the adapter's tensors, this rank's shards to write, PEFT's config, and the version. Collective."""
-        if self.adapter is None:
-            OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
-        reading, config = read_lora(self._source, model, self._transport.base_is_pushed)
+        # In every push: a condition on this rank's state would differ between ranks, as after `close` on one of them.
+        OtherRanks(self._options.engines, self._options.timeout_s).meet(update.ranks, refuse="lora")
+        reading, config, described = read_lora(self._source, model, self._transport.base_is_pushed)
         check_finite(reading)
+        _refuse_others(update, described)
         manifest, mine = share_out(update, reading.manifest, reading.shards)
         version = None
         if update.ranks.rank == 0:
@@ -286,6 +287,20 @@ def check_finite(reading: Reading) -> None:
             "in an engine's KV cache would spoil other requests too",
             tensors=bad,
         )
+
+
+def _refuse_others(update: Update, described: dict[str, str]) -> None:
+    """Raise `ConfigError`, on rank 0, if a rank has an adapter of another description. Collective.
+
+    Each rank writes its own shards, so the file would mix two adapters.
+    """
+    wrong = []
+    for rank, theirs in enumerate(update.ranks.gather(described, "plan", dict[str, str])):
+        if other := [key for key, text in described.items() if theirs.get(key, text) != text]:
+            has, expected = (", ".join(f"{key}={of[key]}" for key in other) for of in (theirs, described))
+            wrong.append(f"trainer rank {rank} has {has}, and rank 0 {expected}")
+    if wrong:
+        raise ConfigError(f"the ranks' adapters differ: {first_few(wrong)}. Give every rank the same name and config")
 
 
 def _write(
