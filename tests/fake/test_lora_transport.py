@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -423,6 +424,18 @@ def test_adapters_of_a_trainer_that_was_killed_go_with_the_next_one(model: Any, 
         assert names_in(memory) == ["policy-1", "policy-1"]
     assert engine.adapters == {}
     assert list(memory.iterdir()) == []
+
+
+def test_adapters_are_unloaded_when_their_trainer_is_collected_in_a_cycle(model: Any, memory: Path):
+    engine = FakeEngine()
+    sync = WeightSync("fsdp", "lora", engine)
+    sync.on_step = sync.push  # refers to its owner
+    sync.on_step(model)
+    assert engine.adapters
+    del sync
+    gc.collect()
+    assert not engine.adapters
+    assert not [*memory.iterdir()]
 
 
 def test_files_in_use_outlive_their_trainer_and_are_removed_by_the_next(model: Any, memory: Path):
