@@ -37,6 +37,7 @@ from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.fleet import EngineList
 from weightsync.net.ranks import CollectiveCall, Ranks, collective
 from weightsync.net.runtime import close_in_thread
+from weightsync.net.uninterrupted import UninterruptedWork
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import MAX_VERSION, POISONED
 from weightsync.planning.bucketing import Bucketer
@@ -363,7 +364,7 @@ class WeightSync:
         self._check_process()
         if not self._turn.is_over:
             raise ConfigError("this WeightSync is pushing, in another thread or task: close it when that is done")
-        _disconnect(self._strategy, self._ranks)
+        UninterruptedWork(lambda: _disconnect(self._strategy, self._ranks)).result()
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Disconnect, in the process that connected. Not a weak reference's callback: in a cycle none is called."""
