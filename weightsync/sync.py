@@ -7,9 +7,10 @@ import gc
 import itertools
 import logging
 import os
+import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -37,6 +38,8 @@ from weightsync.engines import LoraAdapter
 from weightsync.errors import ConfigError, FrozenLostError, WeightSyncError
 from weightsync.fleet import EngineList
 from weightsync.net.ranks import CollectiveCall, Ranks, collective
+from weightsync.net.runtime import close_in_thread
+from weightsync.net.uninterrupted import UninterruptedWork
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import MAX_VERSION, POISONED
 from weightsync.planning.bucketing import Bucketer
@@ -45,7 +48,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources import BackendOption, open_source
 from weightsync.sources.base import Model, ShardSource
 from weightsync.strategies import open_strategy
-from weightsync.strategies.base import Options, StrategyOption
+from weightsync.strategies.base import Options, StrategyOption, UpdateStrategy
 from weightsync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -367,10 +370,12 @@ class WeightSync:
         self._check_process()
         if not self._turn.is_over:
             raise ConfigError("this WeightSync is pushing, in another thread or task: close it when that is done")
-        if (cleanup := self._ranks.cleanup) is not None:
-            cleanup.result()
-        self._strategy.close()
-        self._ranks.disconnect()
+        UninterruptedWork(lambda: _disconnect(self._strategy, self._ranks)).result()
+
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Disconnect, in the process that connected. Not a weak reference's callback: in a cycle none is called."""
+        if not _is_finalizing() and getattr(self, "_process", None) == os.getpid():
+            close_in_thread(_disconnect, self._strategy, self._ranks)
 
     def __enter__(self) -> WeightSync:
         return self
@@ -393,8 +398,6 @@ class WeightSync:
             if _connected:
                 gc.collect()  # frees one that has only a cycle left, such as a failed call's traceback
             _connected.add(self)
-            closing = weakref.WeakMethod(self._strategy.close), weakref.WeakMethod(self._ranks.disconnect)
-            weakref.finalize(self, _let_go, self._process, closing).atexit = False
         turn, timeline = _Turn(), Timeline()
         try:
             self._take_turn(turn)
@@ -445,14 +448,12 @@ class WeightSync:
         self._turn = turn
 
 
-def _let_go(process: int, closing: Sequence[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    """Disconnect from the engines, unless this is a fork of the connected process.
-
-    Holds strategy and ranks weakly: a user's list of engines may refer to the `WeightSync`.
-    """
-    if os.getpid() == process:
-        for close in filter(None, [method() for method in closing]):
-            close()
+def _disconnect(strategy: UpdateStrategy, ranks: Ranks) -> None:
+    """End an interrupted step, and disconnect from the engines and the other ranks."""
+    if (cleanup := ranks.cleanup) is not None:
+        cleanup.result()
+    strategy.close()
+    ranks.disconnect()
 
 
 def _comparable(option: object) -> str:

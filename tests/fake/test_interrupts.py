@@ -234,6 +234,39 @@ def test_a_push_over_another_transport_that_is_interrupted_is_followed_by_one(
     assert at > 500
 
 
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_a_push_after_a_close_that_is_interrupted_at_any_line_succeeds(engine: FakeEngine, transport: str) -> None:
+    model, at = trainer_model(checkpoint(2)), 1
+    with WeightSync("fsdp", transport, engine, timeout_s=20.0) as sync:
+        sync.push(model)
+        while True:
+            lines = Lines(at, (OURS,))
+            if not interrupted(sync.close, lines):
+                break
+            started = time.monotonic()
+            check(sync, engine, model, 2 + at % 5, lines.where)
+            assert time.monotonic() - started < 10.0, lines.where
+            at += 1
+    assert at > 5
+
+
+def test_a_ctrl_c_in_close_is_raised_when_that_is_over(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, ended = Ranks.disconnect, []
+
+    def disconnect(ranks: Ranks) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(ranks)
+        ended.append(ranks)
+
+    with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+        with monkeypatch.context() as patched:
+            patched.setattr(Ranks, "disconnect", disconnect)
+            with pytest.raises(KeyboardInterrupt):
+                sync.close()
+        assert ended
+
+
 def test_writing_that_is_interrupted_at_any_line_is_followed_by_one_that_succeeds() -> None:
     at = 1
     with closing(FakeEngine(single_copy.host(1))) as engine, WeightSync("fsdp", "single_copy", engine) as sync:

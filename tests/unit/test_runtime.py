@@ -14,7 +14,7 @@ import torch
 
 from weightsync.errors import ConfigError
 from weightsync.net import runtime, timeouts
-from weightsync.net.runtime import collector_paused, describe_device, spawn
+from weightsync.net.runtime import close_in_thread, collector_paused, describe_device, spawn
 
 TIMEOUT_S = 10.0
 
@@ -83,6 +83,39 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         spawn("short", done.set)
         os._exit(0 if done.wait(TIMEOUT_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_close_that_needs_a_lock_of_the_caller_ends_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "CLOSING_S", 0.1)
+    lock, closed = threading.Lock(), threading.Event()
+
+    def close(how: str) -> None:
+        with lock:
+            assert how == "given"
+            closed.set()
+
+    with lock:
+        close_in_thread(close, "given")
+        assert not closed.is_set()
+    assert closed.wait(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("fails", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_close_that_fails_says_nothing(fails: type[BaseException], capfd: pytest.CaptureFixture[str]) -> None:
+    def close() -> None:
+        raise fails("odd")
+
+    close_in_thread(close)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_close_is_given_up_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    runtime._idle.clear()
+    close_in_thread(pytest.fail, "closed")
 
 
 def test_the_collector_runs_again_after_a_failure() -> None:

@@ -33,6 +33,8 @@ ORDERS = [
     ["CHUNK_LOOK_S", "WORKER_MESSAGE_S"],
     # A process that exits waits longer than a failed push does.
     ["WORKER_FAREWELL_S", "FAREWELL_S", "EXIT_S"],
+    # An object that is collected waits until its engines and adapters have been let go.
+    ["ENGINE_FAREWELL_S", "ADAPTER_FAREWELL_S", "CLOSING_S"],
     ["CALL_LOOK_S", "NEXT_CALL_S", "FAREWELL_S"],
     ["RENDEZVOUS_POLL_S", "RENDEZVOUS_LONGEST_POLL_S"],
     ["STAGING_POLL_S", "STAGING_LONGEST_POLL_S"],

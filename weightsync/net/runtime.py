@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -123,7 +124,10 @@ def spawn(name: str, function: Callable[[], None]) -> None:
 
 
 def submit(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run `function` as `spawn` does, and return a future of its result or exception."""
+    """Run `function` as `spawn` does, and return a future of its result or exception.
+
+    When the interpreter is finalizing, no other thread runs, and `function` runs in this one.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -132,8 +136,17 @@ def submit(name: str, function: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    spawn(name, run)
+    run() if sys.is_finalizing() else spawn(name, run)
     return outcome
+
+
+def close_in_thread(close: Callable[..., None], *args: object) -> None:
+    """Call `close` in another thread, for a `__del__`, and wait a few seconds. Drop its exceptions.
+
+    The collector runs a `__del__` in any thread. This thread may hold a lock that `close` takes: it then ends later.
+    """
+    with suppress(RuntimeError):  # no thread starts
+        wait([submit("close", lambda: close(*args))], timeouts.CLOSING_S)
 
 
 class _Kept(threading.Thread):

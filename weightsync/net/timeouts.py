@@ -119,6 +119,8 @@ WORKER_FAREWELL_S = 1.0
 """Longest time for a worker to send its error to a trainer."""
 ADAPTER_FAREWELL_S = 5.0
 """Longest time for engines to forget adapters."""
+CLOSING_S = 6.0
+"""Longest wait of a `__del__` for the closing of its connections. The closing then goes on without it."""
 EXIT_S = 10.0
 """Longest wait of an exiting process for the calls of failed pushes."""
 CHILD_FAREWELL_S = 20.0

@@ -15,7 +15,7 @@ _TRIES = 3
 
 
 class UninterruptedWork(Generic[T]):
-    """Work to do once, after a step has failed.
+    """Work to do once: to end a failed step, or to disconnect.
 
     Python runs signal handlers, such as the one raising `KeyboardInterrupt`, in the main thread. So the main thread has
     another thread do the work. It waits for the end, however often it is interrupted.
