@@ -140,9 +140,8 @@ class WeightSync:
             before an engine is paused. "ignore" checks none. transport="lora" always refuses.
         progress: Whether rank 0 shows a progress bar for pushes longer than a second. None: only on a terminal.
         ranks: The processes that push together, in the docs "every rank". The first one is "rank 0". None: the default
-            process group, or this process if there is none. A process group: its ranks alone. "alone": this process,
-            which must hold whole tensors. One rank of a job, or each rank for itself, may push "alone". All ranks make
-            their `WeightSync` objects in the same order.
+            process group, or this process if there is none. A process group: its ranks alone. All make their objects in
+            the same order. "alone": this process, with whole tensors. Any rank of a job may push "alone".
 
     Raises:
         ConfigError: Options cannot work together, or an option has no effect.

@@ -45,6 +45,7 @@ _ENDS_WITH_ITS_SERVER = {
     "SimpleCPUOffloadConnector",
 }
 _OUTLIVES = re.compile(r"secondary.tiers|spec.name")  # stores of an OffloadingConnector outside of the server
+_LEAVE_OUT = "the next version could answer from keys and values of this version. Leave the option out"
 _CONNECTOR = re.compile(r"[ke][vc]_connector\W+(\w+)")
 
 
@@ -182,21 +183,26 @@ def check_options(options: Sequence[str]) -> None:
     """Raise `UnsupportedError` for a server that may not load the saved version, or may keep an older KV cache."""
     words = [word for option in options for word in option.split("=", 1)]
     names = [word.replace("_", "-") for word in words]
+
+    def gives(name: str, *known: str) -> bool:  # vLLM's parser takes abbreviations
+        return len(name) > 3 and any(one.startswith(name.partition(".")[0]) for one in known)
+
     for name, value in zip(names, [*words, ""][1:], strict=True):
-        if name == "--load-format" and value in _OTHER_SOURCES:
+        if gives(name, "--load-format") and value in _OTHER_SOURCES:
             raise UnsupportedError(
                 f"the server is started with {name} {value}, and would not load the saved version: leave the option out"
             )
-        if name == "--config":
+        if gives(name, "--config"):
             raise UnsupportedError(
                 f"the server is started with {name}. Its file may have options for another source of weights, or for "
                 "a store of keys and values: give the options themselves"
             )
-    if not any(name.startswith(_STORES) for name in names):
+        if gives(name, "--kv-offloading-backend") and value == "lmcache":
+            raise UnsupportedError(f"the server is started with {name} {value}, a store that outlives it: {_LEAVE_OUT}")
+    if not any(gives(name, *_STORES) for name in names):
         return
     found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))
     if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found) or any(map(_OUTLIVES.search, words)):
         raise UnsupportedError(
-            f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}. The next "
-            "version could answer from keys and values of this version: leave the option out"
+            f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}: {_LEAVE_OUT}"
         )
