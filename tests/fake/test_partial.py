@@ -335,6 +335,8 @@ def test_buffer_that_an_earlier_push_filled_has_to_come_again():
         sync.push(checkpoint(3))
         with pytest.raises(ManifestError, match=f"Missing 2: {buffers[0]}, {buffers[1]}.*Nothing was written"):
             sync.push(without)
+        with WeightSync("stream", "ipc", engine, selection=TensorSelection(keep=["layers.1.*"])) as other:
+            other.push({name: tensor for name, tensor in checkpoint(3).items() if "layers.1" not in name})
         sync.push(checkpoint(4))
         expected = cold(checkpoint(4)).state_dict()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in host.live.state_dict().items())

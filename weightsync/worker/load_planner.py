@@ -114,13 +114,14 @@ class LoadPlanner:
         sources = _sources(trace, group_of)
         filled = trace.filled()
         missing, doubled = uncovered(pristine, seen)
-        held = named_tensors(pristine)
-        missing |= {name: [Box.full(tuple(held[name].shape))] for name in sorted(self.pushed_buffers - filled)}
         kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
         # A module is loaded as a whole: a group with a filled parameter keeps none.
         chosen = [param for param in _matching(missing, keep) if filled.isdisjoint(group_of[param].params)]
         self._model.find_lost(filled, chosen)
         missing = {param: boxes for param, boxes in missing.items() if param not in {*kept, *chosen}}
+        held = named_tensors(pristine)
+        old = self.pushed_buffers - filled
+        missing |= {name: [Box.full(tuple(held[name].shape))] for name in sorted(old.difference(_matching(old, keep)))}
         counts = Counter(load_path.values())
         answer = LoadPlan(
             used=_used(manifest, trace, pairs, held, self._model.dtype),
