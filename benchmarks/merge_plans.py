@@ -131,7 +131,9 @@ class StandIns:
         machines = [
             MachineInfo(f"worker {n}", "cuda", f"engine GPU {n}", f"engine host {n // 8}") for n in range(WORKERS)
         ]
-        self.workers = [SimpleNamespace(machine=each, hello=SimpleNamespace(group=0)) for each in machines]
+        self.workers = [
+            SimpleNamespace(machine=each, hello=SimpleNamespace(group=0, shares_experts=False)) for each in machines
+        ]
 
     def plan(self, *manifest_and_invitations: Any) -> list[LoadPlan]:
         return Fleet.plan(self, *manifest_and_invitations)  # type: ignore[arg-type]

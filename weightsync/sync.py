@@ -9,13 +9,13 @@ import logging
 import os
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -61,8 +61,10 @@ _SHARED_BY_RANKS = (
 tensors."""
 
 _connected: weakref.WeakSet[WeightSync] = weakref.WeakSet()
-_made: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-"""The numbers of the objects to come, for each process group."""
+_names: set[str] = set()
+"""The names of the ranks of objects that are open, or were never closed, of the current default process group."""
+_named_for: Callable[[], object] = object
+"""A weak reference to that group."""
 
 
 @dataclass
@@ -180,9 +182,9 @@ class WeightSync:
         self._shown = _comparable(backend), _comparable(transport), options.engines
         self._strategy = open_strategy(transport, options)
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
-        # Ranks of two objects must not meet, though they push at the same time.
-        name = f"sync {next(_made[str(getattr(ranks, 'group_name', ranks))])}"
-        self._ranks = Ranks(timeout_s, ranks, {key: _comparable(value) for key, value in shared.items()}, hold_s, name)
+        self._members = ranks
+        self._ranks = Ranks(timeout_s, ranks, {name: _comparable(value) for name, value in shared.items()}, hold_s)
+        self._ranks.name = _free_name(ranks)
         self.last_report: PushReport | None = None
         """The last report of `push`, `catch_up` or `writing`, on every rank."""
 
@@ -293,8 +295,8 @@ class WeightSync:
             The report of these engines alone, or None if every engine has the version.
 
         Raises:
-            ConfigError: The model has changed, or an engine without the version has had an equal or a newer one.
-                Nothing was written. So it is with verify="none".
+            ConfigError: The model has changed, an engine without the version has had an equal or a newer one, or
+                verify="none". Nothing was written.
             WeightSyncError: As `push` does.
         """
         with self._collective("catch_up") as update:
@@ -371,6 +373,8 @@ class WeightSync:
         if not self._turn.is_over:
             raise ConfigError("this WeightSync is pushing, in another thread or task: close it when that is done")
         UninterruptedWork(lambda: _disconnect(self._strategy, self._ranks)).result()
+        _names.discard(self._ranks.name)
+        self._ranks.name = ""
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Disconnect, in the process that connected. Not a weak reference's callback: in a cycle none is called."""
@@ -401,6 +405,7 @@ class WeightSync:
         turn, timeline = _Turn(), Timeline()
         try:
             self._take_turn(turn)
+            self._ranks.name = self._ranks.name or _free_name(self._members)  # pushes again after `close`
             call = CollectiveCall(name, version, label, refused=refused)
             with collective(self._ranks, call, self._strategy) as update:
                 timeline = update.timeline
@@ -446,6 +451,22 @@ class WeightSync:
         if not last.is_over or last.next.setdefault(0, turn) is not turn:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait until it is done")
         self._turn = turn
+
+
+def _free_name(members: object) -> str:
+    """Take the first name without an open object, so that the ranks of two objects never meet.
+
+    All ranks open and close their objects in the same order. When one is collected differs, so its name stays taken.
+    """
+    global _named_for
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _named_for() is not world:  # the job has a new group, perhaps with new processes
+        _names.clear()
+        _named_for = (lambda: None) if world is None else weakref.ref(world)
+    group = getattr(members, "group_name", members)
+    name = next(name for number in itertools.count() if (name := f"sync {group} {number}") not in _names)
+    _names.add(name)
+    return name
 
 
 def _disconnect(strategy: UpdateStrategy, ranks: Ranks) -> None:

@@ -290,12 +290,12 @@ def saves_at_once(rank: int, folder: str) -> None:
 
     def save_one(number: int) -> None:
         time.sleep(0.2 * (number ^ rank))
-        save(models[number], Path(folder, f"model-{number}"), timeout_s=TIMEOUT_S)
+        save(models[number], Path(folder, f"model-{number}", "hf"), timeout_s=TIMEOUT_S)
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(save_one, range(2)))
     for number, seed in enumerate((2, 3)):
-        found = load_file(Path(folder, f"model-{number}", "model.safetensors"))
+        found = load_file(Path(folder, f"model-{number}", "hf", "model.safetensors"))
         assert all(torch.equal(found[name], tensor) for name, tensor in checkpoint(seed).items())
 
 

@@ -172,6 +172,7 @@ MESSAGES: dict[str, dict[str, Form]] = {
         "state": word("CLEAN", "POISONED", ""),
         "update_open": boolean,
         "kv_role": word("kv_producer", "kv_consumer", "kv_both", ""),
+        "shares_experts": boolean,
     },
     "PlanRequest": {
         "tensors": array(MANIFEST),

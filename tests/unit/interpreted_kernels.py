@@ -18,7 +18,7 @@ import torch
 from triton.runtime import interpreter
 
 from weightsync.kernels import changed_words_triton, copies_triton, digest_triton, rows_triton
-from weightsync.kernels.digest import MIB, WHOLE, digest, share, signed
+from weightsync.kernels.digest import MASK, MIB, WHOLE, digest, share, signed
 from weightsync.kernels.quantize import BlockForm, Form, fp8_per_block, fp8_per_tensor
 from weightsync.kernels.rows import Job
 
@@ -43,8 +43,8 @@ def digests(start: int) -> int:
         launches = digest_triton.Launches(runs, nbytes)
         for some in (range(len(runs)), range(2), range(3, 6), range(1, 1)):
             out = torch.full((len(some),), 7, dtype=torch.int64)
-            launches.run(some, first, out)
-            assert out.tolist() == [signed(digest(runs[number], sample)) for number in some]
+            launches.run(some, first, out, start)
+            assert out.tolist() == [signed(digest(runs[number], sample) + start & MASK) for number in some]
     return len(runs)
 
 

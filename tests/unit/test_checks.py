@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from weightsync import ConfigError, ManifestError, ModuleBucketer, ParameterBucketer, TensorSelection
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.planning.load_plan import LoadPlan
+from weightsync.strategies.compile import _of_engines
 from weightsync.strategies.plan_checks import check_duplicates, check_plans, duplicates, make_buckets
 
 ENGINE = {"model.embed.weight", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head.weight"}
@@ -165,3 +167,21 @@ def test_weights_are_not_torn_from_their_scales():
         make_buckets(ParameterBucketer(), offered, [planned(offered)], [pair], set())
     buckets, _ = make_buckets(ModuleBucketer(max_bytes=1), offered, [planned(offered)], [pair], set())
     assert any({*pair} <= {*bucket.names} for bucket in buckets)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_engines_of_one_core_each_hold_the_experts_together(shares: bool):
+    offered = manifest(*ENGINE)
+    halves = [{"model.embed.weight", "model.layers.0.a", "lm_head.weight"}, {"model.layers.0.b", "model.layers.1.a"}]
+    plans = [planned(offered, used=dict.fromkeys(half, "float32"), missing=[], hints=[]) for half in halves]
+    hellos = [SimpleNamespace(group=number, shares_experts=shares) for number in range(2)]
+    fleet: Any = SimpleNamespace(
+        workers=[SimpleNamespace(hello=hello) for hello in hellos],
+        handles=[SimpleNamespace(number=n, engine=SimpleNamespace(name=f"engine {n}")) for n in range(2)],
+    )
+    engines = _of_engines(fleet, plans)
+    if shares:
+        assert check_plans(offered, engines, False) == []
+    else:
+        with pytest.raises(ManifestError, match=r"do not fit engine \d's model. Unexpected [23]"):
+            check_plans(offered, engines, False)

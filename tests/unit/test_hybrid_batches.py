@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict
 
 from weightsync import CheckpointTransport, LoraTransport, SingleCopyTransport
-from weightsync.errors import ConfigError, PlacementError
-from weightsync.hybrid import Call, Dispatch, Layout, Place, balance, column, concat, pad, split, take, union
+from weightsync.errors import ConfigError, PeerError, PlacementError
+from weightsync.hybrid import Call, Dispatch, Layout, Place, Rollouts, balance, column, concat, pad, split, take, union
 from weightsync.hybrid.batch import cut, pack, unpack
 from weightsync.hybrid.dispatch import answer
 from weightsync.hybrid.following import check_usable, choose_transport
@@ -485,3 +485,38 @@ def test_transports_of_pushes_alone_are_not_refused():
 def test_transports_that_cannot_work_are_refused(nodes: str, shares_gpus: bool, asked: str | None, words: str):
     with pytest.raises(PlacementError, match=words):
         choose_transport(nodes, nodes, shares_gpus=shares_gpus, asked=asked)
+
+
+class Failing:
+    """An engine that echoes prompts. Its calls fail, at once or later, while it is `broken`."""
+
+    takes_turns, pushes = False, 0
+
+    def __init__(self) -> None:
+        self.broken = ""
+        self.generate = self
+
+    def remote(self, prompts: int) -> Failing:
+        if self.broken == "at once":
+            raise PeerError("it has died")
+        future = Failing()
+        future.prompts, future.broken = prompts, self.broken
+        return future
+
+    def result(self) -> int:
+        if self.broken:
+            raise PeerError("it has died")
+        return self.prompts
+
+
+@pytest.mark.parametrize("broken", ["at once", "later"])
+def test_rollouts_after_an_error_go_on_with_the_same_batch(broken: str):
+    engine: Any = Failing()
+    rollouts: Any = Rollouts(engine, iter(range(6)), behind=1)
+    found = [next(rollouts)]
+    engine.broken = broken
+    for _ in range(3):
+        with pytest.raises(PeerError):
+            found += (next(rollouts) for _ in range(6))
+    engine.broken = ""
+    assert [*found, *rollouts] == [*range(6)]

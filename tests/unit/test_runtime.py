@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.net import runtime, timeouts
+from weightsync.net import runtime, timeouts, uninterrupted
 from weightsync.net.runtime import close_in_thread, collector_paused, describe_device, spawn
 
 TIMEOUT_S = 10.0
@@ -137,3 +137,11 @@ def test_a_gpu_that_torch_did_not_count_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
     with pytest.raises(ConfigError, match=r"has counted \d+ GPUs in this process, and cuda:1 is none of them"):
         describe_device(torch.device("cuda", 1))
+
+
+def test_uninterrupted_work_is_done_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(uninterrupted, "submit", refuse)
+    assert uninterrupted.UninterruptedWork(lambda: 3).result() == 3

@@ -58,7 +58,7 @@ def save(
 
     Args:
         model: The model, as for `WeightSync.push`.
-        folder: A new or empty folder.
+        folder: A new or empty folder, the same on every rank.
         backend: As for `WeightSync`.
         selection: The saved tensors, their names and dtypes. None: every tensor in the trainer's own dtype.
         max_shard_bytes: The most bytes of a file, as for `CheckpointTransport`.
@@ -75,7 +75,7 @@ def save(
     selection = selection or TensorSelection()
     source = open_source(backend, selection)
     target = Path(folder).absolute()
-    ranks = Ranks(timeout_s, name=f"save {target.name}")  # another thread may save to another folder
+    ranks = Ranks(timeout_s, name=f"save {target}")  # another thread may save to another folder
     try:
         with collective(ranks) as update:
             beside = (config, generation_config, tokenizer)

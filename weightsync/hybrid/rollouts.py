@@ -6,11 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tensordict import TensorDict
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.hybrid.pending import CallFuture
 from weightsync.hybrid.rollout_group import RolloutGroup
 
@@ -24,6 +25,7 @@ class Flight:
     prompts: TensorDict
     answers: CallFuture
     pushes: int
+    has_failed: bool = False
 
 
 class Rollouts:
@@ -62,24 +64,38 @@ class Rollouts:
         self.taken = self.asked_again = 0
         self._engine, self._prompts, self._behind, self._sampling = engine, iter(prompts), behind, sampling
         self._flying: deque[Flight] = deque()
+        self._unbegun: list[TensorDict] = []  # the next batch, if its begin has failed
 
     def __iter__(self) -> Rollouts:
         return self
 
     def __next__(self) -> TensorDict:
-        while len(self._flying) <= self._behind and (prompts := next(self._prompts, None)) is not None:
-            self._flying.append(self._begin(prompts))
+        while len(self._flying) <= self._behind and self._has_next():
+            self._flying.append(self._begin(self._unbegun[0]))
+            self._unbegun.clear()
         if not self._flying:
             raise StopIteration
         oldest = self._flying[0]
         if (age := self._engine.pushes - oldest.pushes) > self._behind:
             logger.info("a batch is %d pushes old, at most %d: its prompts are asked again", age, self._behind)
             self.asked_again += 1
+            oldest.has_failed = True
+        if oldest.has_failed:
             oldest = self._flying[0] = self._begin(oldest.prompts)
-        batch: TensorDict = oldest.answers.result()
+        try:
+            batch: TensorDict = oldest.answers.result()
+        except WeightSyncError:
+            for each in self._flying:  # ask again, once the group is mended: the others may have failed too
+                each.has_failed = True
+            raise
         self._flying.popleft()
         self.taken += 1
         return batch
+
+    def _has_next(self) -> bool:
+        """Return whether there is another batch to begin, in `_unbegun`."""
+        self._unbegun += [] if self._unbegun else islice(self._prompts, 1)
+        return bool(self._unbegun)
 
     def _begin(self, prompts: TensorDict) -> Flight:
         return Flight(prompts, self._engine.generate.remote(prompts, **self._sampling), self._engine.pushes)

@@ -89,7 +89,7 @@ class Ranks:
         name: str = "",
     ) -> None:
         self.rank, self.size = place_among(members)
-        self._name = name
+        self.name = name
         self._members, self._options = members, dict(options or {})
         self.host = LOOPBACK
         self.timeout_s = timeout_s
@@ -321,7 +321,7 @@ class Ranks:
 
     def _call(self, lost: list[int], listener: Listener, call: CollectiveCall) -> None:
         """Wait until these ranks connect, on rank 0. A rank that cannot connect reports why, and all ranks raise."""
-        meeting, deadline = Rendezvous(self._members, self._name), Deadline(self.timeout_s)
+        meeting, deadline = Rendezvous(self._members, self.name), Deadline(self.timeout_s)
         meeting.invite(lost, call.what())
         try:
             # Rank 0's host name may resolve to the loopback. The interface that faces another rank is reachable.
@@ -355,7 +355,7 @@ class Ranks:
     def _join(self, call: CollectiveCall, has_heard: bool) -> None:
         """Connect to rank 0, on another rank. On failure both ranks raise."""
         self.part()
-        meeting, deadline = Rendezvous(self._members, self._name), Deadline(self.timeout_s)
+        meeting, deadline = Rendezvous(self._members, self.name), Deadline(self.timeout_s)
         self.host, port, token = meeting.fetch(_own_address(), deadline, call.what(), not has_heard).split()
         self._address = self.host, int(port), token
         try:

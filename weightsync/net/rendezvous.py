@@ -17,7 +17,10 @@ from weightsync.errors import ErrorFields, PeerError, WeightSyncError, from_fiel
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 
-ALL_PUSH = "every rank must call push within this time, and make its WeightSync objects in the same order"
+ALL_PUSH = (
+    "every rank must call push, or save with the same folder, within this time, and make its WeightSync objects in the "
+    "same order"
+)
 _NO = "! "
 """Prefix of rank 0's error, as JSON, in the place of an offer."""
 

@@ -36,6 +36,8 @@ class UninterruptedWork(Generic[T]):
         while not self._outcome.done():
             try:
                 submit("cleanup", self._do).exception()
+            except RuntimeError:  # no thread starts, as when Python ends
+                self._do()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:

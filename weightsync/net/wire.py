@@ -127,6 +127,7 @@ class Hello(Message, frozen=True):
     state: Annotated[str, Meta(pattern=r"^(CLEAN|POISONED|)\Z")] = ""
     update_open: bool = False  # worker: whether its engine has an update started and not finished
     kv_role: KvRole = ""
+    shares_experts: bool = False  # worker: its core has a part of the experts, and other cores have the others
 
 
 class Value(Message, frozen=True):

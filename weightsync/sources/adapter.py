@@ -31,8 +31,11 @@ _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights`, beside true and false, that leave the base unchanged. Other values change the weights
 of the base, and the engine has these from its checkpoint.
 """
-_OF_ONE_RANK = {"base_model_name_or_path", "corda_config", "peft_version", "revision", "runtime_config"}
-"""Fields of PEFT's config without an effect on pushed factors, such as paths. They may differ between hosts."""
+_OF_ONE_RANK = {
+    *("base_model_name_or_path", "corda_config", "peft_version", "revision", "runtime_config"),
+    *("auto_mapping", "inference_mode", "init_lora_weights", "lora_dropout", "target_modules"),
+}
+"""Fields of PEFT's config without an effect on pushed factors, such as paths. They may differ between ranks."""
 
 
 @torch.no_grad()

@@ -93,13 +93,13 @@ class Reading:
             pipeline stage knows its own tensors. A push delivers the union of all ranks' manifests.
         shards: This rank's shards in the manifest's order, perhaps none. All ranks' shards together cover each tensor.
             Replicas (HSDP, DDP, buffers) each report their own.
-        settings: Returns texts of the state beside tensors that `compute` depends on, such as the multiplier of each
-            adapter. The distinct ones must be the same on all ranks, until the state changes.
+        settings: Returns the state beside tensors that `compute` depends on, such as an adapter's multiplier. It must
+            equal itself until that state changes. Ranks with the same tensors must have the same texts in it.
     """
 
     manifest: Manifest
     shards: list[TensorShard]
-    settings: Callable[[], Sequence[str]] = tuple
+    settings: Callable[[], object] = tuple
 
     @cached_property
     def lying(self) -> list[TensorShard]:

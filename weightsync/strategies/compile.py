@@ -89,17 +89,17 @@ def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:
 
 
 def _of_engines(fleet: Fleet, plans: Sequence[LoadPlan]) -> dict[str, list[LoadPlan]]:
-    """Return the distinct plans of each engine's workers, by the engine's name. Engines with equal plans count once."""
-    own: dict[int, dict[int, LoadPlan]] = {}
+    """Return the distinct plans of each engine's workers, by the engine's name. Engines with equal plans count once.
+
+    Engines that share experts, such as a server for each core, count as one.
+    """
+    engine_of = {one.number: one.engine.name for one in fleet.handles}
+    own: dict[str, dict[int, LoadPlan]] = {}
     for worker, plan in zip(fleet.workers, plans, strict=True):
-        own.setdefault(worker.hello.group, {})[id(plan)] = plan
-    unlike = {tuple(sorted(those)): number for number, those in reversed(own.items())}
-    names = {one.number: one.engine.name for one in fleet.handles}
-    return {
-        names[number] if len(own) > 1 else "the engine": [*those.values()]
-        for number, those in own.items()
-        if number in unlike.values()
-    }
+        name = "the engines" if worker.hello.shares_experts else engine_of.get(worker.hello.group, "")
+        own.setdefault(name, {})[id(plan)] = plan
+    unlike = {frozenset(those): (name, [*those.values()]) for name, those in reversed(own.items())}
+    return dict(unlike.values()) if len(unlike) > 1 else {"the engine": [*own[name].values()]}
 
 
 def _check(

@@ -47,21 +47,28 @@ def take_inventory(
 
 
 def settings_of(reading: Reading) -> list[str] | None:
-    """Return the distinct settings of this rank's computed tensors. None: the rank has no tensors."""
-    return sorted({*reading.settings()}) if reading.shards else None
+    """Return a mark of this rank's tensors, and the distinct texts in the settings. None: the rank has no tensors."""
+    if not reading.shards:
+        return None
+    tensors, settings = reading.manifest.tensors, reading.settings()
+    texts = {each for each in settings if isinstance(each, str)} if isinstance(settings, list) else ()
+    return [f"{len(tensors)} {tensors[0].name} {tensors[-1].name}", *sorted(texts)]
 
 
 def check_settings(everyone: Sequence[list[str] | None]) -> None:
-    """Raise `ConfigError` if ranks compute tensors by different settings: the engines would get a mixture.
+    """Raise `ConfigError` if ranks with the same tensors compute them by different settings.
+
+    The engines would get a mixture. A pipeline stage has its own tensors, and perhaps its own settings.
 
     everyone: `settings_of` of each rank.
     """
-    first, *others = [(rank, own) for rank, own in enumerate(everyone) if own is not None] or [(0, [])]
-    for rank, own in others:
-        if own != first[1]:
-            mine, theirs = (first_few(each) or "none" for each in (first[1], own))
+    first: dict[str, tuple[int, list[str]]] = {}
+    for rank, (mark, *own) in [(rank, each) for rank, each in enumerate(everyone) if each is not None]:
+        other, theirs = first.setdefault(mark, (rank, own))
+        if own != theirs:
+            found, expected = (first_few(each) or "none" for each in (own, theirs))
             raise ConfigError(
-                f"the ranks' adapters differ: trainer rank {rank} has {theirs}, and rank {first[0]} {mine}. Give all "
+                f"the ranks' adapters differ: trainer rank {rank} has {found}, and rank {other} {expected}. Give all "
                 "ranks the same active adapters, with the same scaling"
             )
 

@@ -78,6 +78,7 @@ class VllmModel:
             name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={core}",
             core=None if getattr(parallel, "data_parallel_external_lb", False) else core,
             kv_role=shared_role(vllm_config.kv_transfer_config),
+            shares_experts=parallel.data_parallel_size > 1,
         )
         if not self.identity.rank and not compat.has_run():
             logger.warning(
@@ -220,7 +221,12 @@ class VllmModel:
             return
         live = self._parameters()
         now = digests_of({name: live[name] for name in kept if name in live})
-        if lost := [name for name in kept if not now or now.get(name) != self._at_start.get(name)]:
+        if not now:
+            raise UnsupportedError(
+                f"this push leaves {first_few(kept)} as the engine has loaded them. No such parameter can be watched, "
+                "and sleep(level=2) may discard it. Start the engine without enable_sleep_mode"
+            )
+        if lost := [name for name in kept if now.get(name) != self._at_start.get(name)]:
             why = "sleep(level=2) has discarded them, or an earlier push has filled them. Restart the engine, or call "
             why += 'collective_rpc("reload_weights") on it'
             if not self._at_start:
