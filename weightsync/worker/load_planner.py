@@ -120,8 +120,7 @@ class LoadPlanner:
         self._model.find_lost(filled, chosen)
         missing = {param: boxes for param, boxes in missing.items() if param not in {*kept, *chosen}}
         held = named_tensors(pristine)
-        old = self.pushed_buffers - filled
-        missing |= {name: [Box.full(tuple(held[name].shape))] for name in sorted(old.difference(_matching(old, keep)))}
+        missing |= {name: [Box.full(tuple(held[name].shape))] for name in self._unfilled_buffers(filled, keep)}
         counts = Counter(load_path.values())
         answer = LoadPlan(
             used=_used(manifest, trace, pairs, held, self._model.dtype),
@@ -138,6 +137,10 @@ class LoadPlanner:
             duplicates=duplicates,
         )
         return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources)
+
+    def _unfilled_buffers(self, filled: set[str], keep: Sequence[str]) -> list[str]:
+        """Return the buffers of an earlier push that this one leaves alone."""
+        return sorted(name for name in self.pushed_buffers - filled if not _matching([name], keep))
 
     def _trace(self, manifest: Manifest) -> Trace:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""
