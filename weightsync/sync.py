@@ -63,8 +63,8 @@ tensors."""
 _connected: weakref.WeakSet[WeightSync] = weakref.WeakSet()
 _names: set[str] = set()
 """The names of the ranks of objects that are open, or were never closed, of the current default process group."""
-_named_for: Callable[[], object] = object
-"""A weak reference to that group."""
+_named_for: Callable[[], object] | None = None
+"""A weak reference to that group, once there is one."""
 
 
 @dataclass
@@ -460,9 +460,10 @@ def _free_name(members: object) -> str:
     """
     global _named_for
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if _named_for() is not world:  # the job has a new group, perhaps with new processes
-        _names.clear()
-        _named_for = (lambda: None) if world is None else weakref.ref(world)
+    if world is not None:
+        if _named_for is not None and _named_for() is not world:  # perhaps with new processes, which count from 0
+            _names.clear()
+        _named_for = weakref.ref(world)
     group = getattr(members, "group_name", members)
     name = next(name for number in itertools.count() if (name := f"sync {group} {number}") not in _names)
     _names.add(name)
