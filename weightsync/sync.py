@@ -61,8 +61,9 @@ _SHARED_BY_RANKS = (
 tensors."""
 
 _connected: weakref.WeakSet[WeightSync] = weakref.WeakSet()
-_names: set[str] = set()
-"""The names of the ranks of objects that are open, or were never closed, of the current default process group."""
+_names: dict[str, int] = {}
+"""The names of the ranks of objects that were not closed, in the current default process group, with the objects' ids.
+"""
 _named_for: Callable[[], object] | None = None
 """A weak reference to that group, once there is one."""
 
@@ -184,7 +185,7 @@ class WeightSync:
         shared = {name: given[name] for name in _SHARED_BY_RANKS}
         self._members = ranks
         self._ranks = Ranks(timeout_s, ranks, {name: _comparable(value) for name, value in shared.items()}, hold_s)
-        self._ranks.name = _free_name(ranks)
+        self._take_name()
         self.last_report: PushReport | None = None
         """The last report of `push`, `catch_up` or `writing`, on every rank."""
 
@@ -364,7 +365,8 @@ class WeightSync:
     def close(self) -> None:
         """Disconnect from the engines. Not collective. Another trainer may push afterwards.
 
-        Workers keep mapped memory until the next trainer calls them.
+        If others are made afterwards, every rank closes its objects, in the same order. Workers keep mapped memory
+        until the next trainer calls them.
 
         Raises:
             ConfigError: This process was forked from the connected process, or a call of another thread is under way.
@@ -372,9 +374,11 @@ class WeightSync:
         self._check_process()
         if not self._turn.is_over:
             raise ConfigError("this WeightSync is pushing, in another thread or task: close it when that is done")
-        UninterruptedWork(lambda: _disconnect(self._strategy, self._ranks)).result()
-        _names.discard(self._ranks.name)
-        self._ranks.name = ""
+        try:
+            UninterruptedWork(lambda: _disconnect(self._strategy, self._ranks)).result()
+        finally:
+            if _names.get(self._ranks.name) == id(self):
+                del _names[self._ranks.name]
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Disconnect, in the process that connected. Not a weak reference's callback: in a cycle none is called."""
@@ -387,6 +391,22 @@ class WeightSync:
     def __exit__(self, *_: object) -> None:
         if self._process in (None, os.getpid()):  # else a forked child leaves its parent's `with` block
             self.close()
+
+    def _take_name(self) -> None:
+        """Take the first free name for the ranks, so that the ranks of two objects never meet.
+
+        All ranks make and close their objects in the same order. One may be collected at another time on each, so its
+        name stays taken.
+        """
+        global _named_for
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is not None:
+            if _named_for is not None and _named_for() is not world:  # perhaps with new processes, which count from 0
+                _names.clear()
+            _named_for = weakref.ref(world)
+        group = getattr(self._members, "group_name", self._members)
+        name = next(name for number in itertools.count() if (name := f"sync {group} {number}") not in _names)
+        _names[name], self._ranks.name = id(self), name
 
     @contextmanager
     def _collective(
@@ -405,7 +425,8 @@ class WeightSync:
         turn, timeline = _Turn(), Timeline()
         try:
             self._take_turn(turn)
-            self._ranks.name = self._ranks.name or _free_name(self._members)  # pushes again after `close`
+            if not self._ranks.name or _names.setdefault(self._ranks.name, id(self)) != id(self):
+                self._take_name()  # another object has taken it since `close`, or this one is a copy
             call = CollectiveCall(name, version, label, refused=refused)
             with collective(self._ranks, call, self._strategy) as update:
                 timeline = update.timeline
@@ -451,23 +472,6 @@ class WeightSync:
         if not last.is_over or last.next.setdefault(0, turn) is not turn:
             raise ConfigError("this WeightSync is pushing already, in another thread or task: wait until it is done")
         self._turn = turn
-
-
-def _free_name(members: object) -> str:
-    """Take the first name without an open object, so that the ranks of two objects never meet.
-
-    All ranks open and close their objects in the same order. When one is collected differs, so its name stays taken.
-    """
-    global _named_for
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is not None:
-        if _named_for is not None and _named_for() is not world:  # perhaps with new processes, which count from 0
-            _names.clear()
-        _named_for = weakref.ref(world)
-    group = getattr(members, "group_name", members)
-    name = next(name for number in itertools.count() if (name := f"sync {group} {number}") not in _names)
-    _names.add(name)
-    return name
 
 
 def _disconnect(strategy: UpdateStrategy, ranks: Ranks) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from adapted_trainer import with_adapter
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, trainer_model
 from peft import LoraConfig
@@ -336,21 +335,3 @@ def pushes_of_unlike_adapters(rank: int) -> None:
 
 def test_ranks_with_other_adapters_or_scalings_are_refused() -> None:
     run_ranks(pushes_of_unlike_adapters, 2)
-
-
-def push_in_a_new_group(rank: int, folder: str) -> None:
-    """The old group's ranks had made different numbers of objects."""
-    others = [WeightSync("fsdp", "ipc", timeout_s=TIMEOUT_S) for _ in range(rank)]
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
-    with WeightSync("fsdp", "ipc", engine, timeout_s=TIMEOUT_S) as sync:
-        sync.push(trainer_model(checkpoint(2)))
-    assert len(others) == rank
-    if engine is not None:
-        assert serves(engine, 2)
-        engine.close()
-
-
-def test_ranks_meet_again_in_a_new_process_group(tmp_path: Path) -> None:
-    run_ranks(push_in_a_new_group, 2, str(tmp_path))

@@ -342,6 +342,8 @@ TIERED = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         (["--kv-transfer", '{"kv_connector":"LMCacheConnectorV1"}'], True),
         (["--kv-offloading-backend", "lmcache", "--kv-offloading-size", "1"], True),
         (["--kv-offloading-backend", "native", "--kv-offloading-size", "1"], False),
+        (["--chat-template", "./chat.jinja", "--gpu-memory-utilization", ".855"], False),
+        (["--chat-template=../a.jinja", "--config-format", "auto", "-tp", "2"], False),
         (["--kv-cache-dtype", "auto", "--load-format", "safetensors"], False),
         (["--load-format", "auto", "--served-model-name", "dummy"], False),
         (["--kv-transfer-config", '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'], False),

@@ -42,13 +42,13 @@ def planned(offered: Manifest, **changes: Any) -> LoadPlan:
 
 def problem(offered: Manifest, padded: bool = False, **changes: Any) -> ManifestError:
     with pytest.raises(ManifestError, match="Nothing was written") as raised:
-        check_plans(offered, {"the engine": [planned(offered, **changes)]}, padded)
+        check_plans(offered, [("the engine", [planned(offered, **changes)])], padded)
     return raised.value
 
 
 def test_what_fits_is_no_problem():
     offered = manifest(*ENGINE)
-    assert check_plans(offered, {"the engine": [planned(offered)]}, False) == []
+    assert check_plans(offered, [("the engine", [planned(offered)])], False) == []
 
 
 def test_a_part_of_the_model_is_recognised():
@@ -95,7 +95,7 @@ def test_what_is_too_much_can_be_left_out():
 def test_what_the_engine_was_started_without_is_not_too_much():
     offered = manifest(*ENGINE, "vision.weight")
     plans = [planned(offered), planned(offered, left_out=["vision.weight"])]
-    assert check_plans(offered, {"the engine": plans}, False) == ["vision.weight"]
+    assert check_plans(offered, [("the engine", plans)], False) == ["vision.weight"]
 
 
 def test_layers_that_nothing_came_of_are_named():
@@ -122,7 +122,7 @@ def test_what_shares_a_place_with_another_is_placed():
     offered = manifest(*ENGINE)
     plan = planned(offered, duplicates={"lm_head.weight": "model.embed.weight"})
     plan.used.pop("lm_head.weight")
-    assert check_plans(offered, {"the engine": [plan]}, False) == ["lm_head.weight"]
+    assert check_plans(offered, [("the engine", [plan])], False) == ["lm_head.weight"]
     assert duplicates([plan, planned(offered)]) == (("lm_head.weight", "model.embed.weight"),)
 
 

@@ -76,7 +76,7 @@ class Rollouts:
         if not self._flying:
             raise StopIteration
         oldest = self._flying[0]
-        if (age := self._engine.pushes - oldest.pushes) > self._behind:
+        if (age := self._engine.pushes - oldest.pushes) > self._behind and not oldest.has_failed:
             logger.info("a batch is %d pushes old, at most %d: its prompts are asked again", age, self._behind)
             self.asked_again += 1
             oldest.has_failed = True

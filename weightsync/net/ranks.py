@@ -105,6 +105,9 @@ class Ranks:
         self._may_keep = False  # every rank has entered this step with its state of earlier steps
         self._has_heard = False  # the last call has raised the failure of a call that other ranks had ended before
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "name": ""}  # of the process where it was made
+
     @property
     def connections(self) -> list[Connection]:
         """On rank 0: the connections to the other ranks, in rank order. On other ranks: the one to rank 0."""

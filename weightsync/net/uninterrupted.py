@@ -35,9 +35,12 @@ class UninterruptedWork(Generic[T]):
         interrupt: BaseException | None = None
         while not self._outcome.done():
             try:
-                submit("cleanup", self._do).exception()
-            except RuntimeError:  # no thread starts, as when Python ends
-                self._do()
+                try:
+                    working = submit("cleanup", self._do)
+                except RuntimeError:  # no thread starts, as when Python ends
+                    self._do()
+                else:
+                    working.exception()
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:

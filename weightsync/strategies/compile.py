@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from weightsync.errors import ConfigError
@@ -22,6 +22,9 @@ from weightsync.strategies.inventory import Inventory, frozen_everywhere, machin
 from weightsync.transports.base import RouteRequest, Transport
 
 logger = logging.getLogger(__name__)
+
+_TOGETHER = -1
+"""The number in place of all engines that share experts."""
 
 
 def compile_plan(
@@ -88,25 +91,29 @@ def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:
     return together
 
 
-def _of_engines(fleet: Fleet, plans: Sequence[LoadPlan]) -> dict[str, list[LoadPlan]]:
-    """Return the distinct plans of each engine's workers, by the engine's name. Engines with equal plans count once.
+def _of_engines(fleet: Fleet, plans: Sequence[LoadPlan]) -> list[tuple[str, list[LoadPlan]]]:
+    """Return each engine's name with the distinct plans of its workers. Engines with equal plans count once.
 
     Engines that share experts, such as a server for each core, count as one.
     """
-    engine_of = {one.number: one.engine.name for one in fleet.handles}
-    own: dict[str, dict[int, LoadPlan]] = {}
+    names = {one.number: one.engine.name for one in fleet.handles} | {_TOGETHER: "the group of engines"}
+    own: dict[int, dict[int, LoadPlan]] = {}
     for worker, plan in zip(fleet.workers, plans, strict=True):
-        name = "the engines" if worker.hello.shares_experts else engine_of.get(worker.hello.group, "")
-        own.setdefault(name, {})[id(plan)] = plan
-    unlike = {frozenset(those): (name, [*those.values()]) for name, those in reversed(own.items())}
-    return dict(unlike.values()) if len(unlike) > 1 else {"the engine": [*own[name].values()]}
+        number = _TOGETHER if worker.hello.shares_experts else worker.hello.group
+        own.setdefault(number, {})[id(plan)] = plan
+    unlike = {frozenset(those): number for number, those in reversed(own.items())}
+    found = [(names.get(number, ""), [*own[number].values()]) for number in unlike.values()]
+    return found if len(found) > 1 else [("the engine", plans) for _, plans in found]
 
 
 def _check(
-    manifest: Manifest, together: Sequence[tuple[str, str]], engines: Mapping[str, Sequence[LoadPlan]], options: Options
+    manifest: Manifest,
+    together: Sequence[tuple[str, str]],
+    engines: Sequence[tuple[str, Sequence[LoadPlan]]],
+    options: Options,
 ) -> None:
     """Raise `ManifestError` for tensors that do not fit the engines. Log the tensors that stay behind or unchanged."""
-    plans = [plan for own in engines.values() for plan in own]
+    plans = [plan for _, own in engines for plan in own]
     plan_checks.check_quantized(manifest, together, plans)
     is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
     if unused := plan_checks.check_plans(manifest, engines, is_padded, options.selection.keep):

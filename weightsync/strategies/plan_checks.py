@@ -43,21 +43,24 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
 
 
 def check_plans(
-    manifest: Manifest, engines: Mapping[str, Sequence[LoadPlan]], padded: bool, keep: Sequence[str] = ()
+    manifest: Manifest,
+    engines: Sequence[tuple[str, Sequence[LoadPlan]]],
+    padded: bool,
+    keep: Sequence[str] = (),
 ) -> list[str]:
     """Return the tensors that do not travel, because no engine runs their part of the model.
 
-    engines: the plans of each engine's workers, by the engine's name in errors.
+    engines: each engine's name in errors, with the plans of its workers.
     padded: whether the vocabulary has the trainer's padding.
     keep: as for `TensorSelection`.
 
     Raises one `ManifestError` for all tensors of an engine that are missing, misshapen, or without a place on any of
     its workers.
     """
-    plans = [plan for own in engines.values() for plan in own]
+    plans = [plan for _, own in engines for plan in own]
     kept = [param for plan in plans for param in plan.kept]
     idle = [pattern for pattern in keep if not fnmatch.filter(kept, pattern)]
-    for engine, own in engines.items():
+    for engine, own in engines:
         _check_engine(engine, manifest, own, padded, idle)
     used = set().union(*(plan.used for plan in plans))
     return [name for name in manifest.names if name not in used]

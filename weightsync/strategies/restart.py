@@ -185,7 +185,8 @@ def check_options(options: Sequence[str]) -> None:
     names = [word.replace("_", "-") for word in words]
 
     def gives(name: str, *known: str) -> bool:  # vLLM's parser takes abbreviations
-        return len(name) > 3 and any(one.startswith(name.partition(".")[0]) for one in known)
+        option = name.partition(".")[0]
+        return len(option) > 3 and option.startswith("--") and any(one.startswith(option) for one in known)
 
     for name, value in zip(names, [*words, ""][1:], strict=True):
         if gives(name, "--load-format") and value in _OTHER_SOURCES:

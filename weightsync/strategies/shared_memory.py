@@ -188,7 +188,7 @@ class SharedMemory(FleetStrategy):
             keep = self._options.selection.keep
             plans = fleet.plan(manifest, keep)
             warn_of_kept(plans)
-            if unused := check_plans(manifest, {"the engine": plans}, False, keep):
+            if unused := check_plans(manifest, [("the engine", plans)], False, keep):
                 raise PlacementError(
                     f"the engine does not run the part of the model with {unused[0]}, and cannot share it. Use "
                     'transport="ipc", or attach a model without this part'

@@ -78,7 +78,7 @@ class VllmModel:
             name=f"tp={get_tensor_model_parallel_rank()} pp={get_pp_group().rank_in_group} dp={core}",
             core=None if getattr(parallel, "data_parallel_external_lb", False) else core,
             kv_role=shared_role(vllm_config.kv_transfer_config),
-            shares_experts=parallel.data_parallel_size > 1,
+            cores=parallel.data_parallel_size,
         )
         if not self.identity.rank and not compat.has_run():
             logger.warning(

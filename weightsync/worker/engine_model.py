@@ -21,7 +21,8 @@ class WorkerIdentity:
     """The worker's place in its engine core: number `rank` of `world`. `name` is for people ("tp=1 pp=0 dp=0").
 
     core: the core's number under data parallelism. None: the engine has one core.
-    kv_role, shares_experts: as in `Hello`.
+    cores: the number of cores under data parallelism, of one engine or of several.
+    kv_role: as in `Hello`.
     """
 
     rank: int
@@ -29,7 +30,7 @@ class WorkerIdentity:
     name: str
     core: int | None = None
     kv_role: str = ""
-    shares_experts: bool = False
+    cores: int = 1
 
     def in_engine(self, cores: int) -> WorkerIdentity:
         """Return the worker's place in an engine of this many cores. Their numbers follow each other."""

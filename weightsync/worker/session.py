@@ -118,7 +118,7 @@ class WorkerSession:
             state=self.receiver.state,
             update_open=self._update_open,
             kv_role=self._place.kv_role,
-            shares_experts=self._place.shares_experts,
+            shares_experts=self._place.cores > info.cores,
         )
         connection = self._reach(info, hello)
         try:
