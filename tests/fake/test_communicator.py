@@ -23,7 +23,7 @@ from weightsync.errors import PeerError, ProtocolError, SyncTimeoutError, Weight
 from weightsync.net.connection import dial
 from weightsync.net.runtime import Deadline, submit
 from weightsync.net.wire import PROTOCOL, Hello, Value
-from weightsync.transports import nccl_group
+from weightsync.transports import nccl_group, tcp_links
 from weightsync.transports.communicator import Communicator, PeerBuffer
 from weightsync.transports.nccl_group import _ARRIVED, NcclGroup
 from weightsync.transports.tcp_links import TcpLinks
@@ -401,42 +401,55 @@ def test_an_abort_ends_what_is_under_way_at_both_ends(
         links[leaves].exchange(1, [], [])
 
 
+class _Tap:
+    """Stands between the two ends of each connection, and records each direction's bytes before it passes them on."""
+
+    def __init__(self, sockets: ExitStack) -> None:
+        self.seen: list[bytearray] = []
+        self._sockets = sockets
+
+    def stand_before(self, address: tuple[str, int]) -> tuple[str, int]:
+        """Return the address to dial in place of this one."""
+        listener = self._sockets.enter_context(socket.create_server((HOST, 0)))
+        threading.Thread(target=self._join, args=(listener, address), daemon=True).start()
+        return HOST, listener.getsockname()[1]
+
+    def _join(self, listener: socket.socket, address: tuple[str, int]) -> None:
+        near = self._sockets.enter_context(listener.accept()[0])
+        far = self._sockets.enter_context(socket.create_connection(address))
+        for ends in ((near, far), (far, near)):
+            self.seen.append(bytearray())
+            copying = threading.Thread(target=self._copy, args=(*ends, self.seen[-1]), daemon=True)
+            copying.start()
+            self._sockets.callback(copying.join, 20.0)
+
+    def _copy(self, source: socket.socket, sink: socket.socket, seen: bytearray) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                seen.extend(data)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
 @pytest.fixture
-def seen() -> Iterator[bytearray]:
-    """Yield the bytes that travel over the loopback, as far as they have arrived."""
-    try:
-        tap = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
-    except PermissionError:
-        pytest.skip("only root can read packets")
-    tap.bind(("lo", 0))
-    tap.settimeout(0.1)
-    found, ended = bytearray(), threading.Event()
-
-    def read() -> None:
-        while not ended.is_set():
-            with suppress(TimeoutError):
-                found.extend(tap.recv(1 << 17))
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    yield found
-    ended.set()
-    reading.join()
-    tap.close()
+def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Tap]:
+    with ExitStack() as sockets:
+        tap = _Tap(sockets)
+        monkeypatch.setattr(tcp_links, "dial", lambda host, port, *more: dial(*tap.stand_before((host, port)), *more))
+        yield tap
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
 def test_with_tls_no_weight_is_read_on_the_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, has_tls: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tap: _Tap, has_tls: bool
 ):
     if has_tls:
         use_certificates(make_certificates(tmp_path / "tls"), monkeypatch)
-    seen: bytearray = request.getfixturevalue("seen")
     links: tuple[Communicator, Communicator] = request.getfixturevalue("links")
     secret, room = torch.randint(256, (64,), dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     receiving = links[0].exchange(0, [], [(room, 1)])
     links[1].exchange(0, [(secret, 0)], [])
     receiving.wait(time.sleep, Deadline(20.0), "transfer")
     assert torch.equal(room, secret)
-    time.sleep(0.3)
-    assert (secret.numpy().tobytes() in seen) is not has_tls
+    assert any(tap.seen)
+    assert any(secret.numpy().tobytes() in seen for seen in tap.seen) is not has_tls
