@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, trainer_model
 
+from weightsync import WeightSync
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
@@ -25,6 +27,7 @@ from weightsync.transports import open_receiver, open_transport
 from weightsync.transports.base import SLOTS, LocalTensors, RouteRequest, Transport
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcTransport
+from weightsync.transports.shared_handles import SHARED_MEMORY
 
 CHUNK_BYTES = 1 << 16
 SLACK_BYTES = 1024
@@ -136,3 +139,25 @@ def test_transport_that_was_aborted_keeps_no_slot(tmp_path: Path):
         assert large_tensors() > before
         transport.abort()
         assert large_tensors() == before, transport.name
+
+
+def mapped() -> int:
+    """Count this process's mappings of shared memory."""
+    return Path("/proc/self/maps").read_text().count(f" {SHARED_MEMORY}/#")
+
+
+def test_a_worker_unmaps_an_earlier_trainer_without_a_search_for_garbage():
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(0)))
+    counts = []
+    gc.collect()
+    gc.disable()  # an engine's worker searches seldom
+    try:
+        for seed in range(1, 5):
+            with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+                sync.push(trainer_model(checkpoint(seed)))
+            counts.append(mapped())
+    finally:
+        gc.enable()
+        engine.close()
+    assert counts[0] > 0
+    assert max(counts[2:]) <= counts[1]

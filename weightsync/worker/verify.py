@@ -106,11 +106,10 @@ class Verifier:
             raise ProtocolError(
                 f"memory of trainer rank {unproven[0]} is read in place, but digests came from {len(digests)} ranks"
             )
-        rest = self._proof.begin(sample)
+        ranks, rest = self._mapped_ranks, self._proof.begin(sample)
 
-        def find() -> int | None:
-            found = zip(self._mapped_ranks, rest(), strict=True)
-            return next((rank for rank, digest in found if digest != digests[rank]), None)
+        def find() -> int | None:  # without this verifier: it keeps the function, and a cycle would keep the mapping
+            return next((rank for rank, digest in zip(ranks, rest(), strict=True) if digest != digests[rank]), None)
 
         return find
 
