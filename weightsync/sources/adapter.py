@@ -39,7 +39,7 @@ _OF_ONE_RANK = {
 
 
 @torch.no_grad()
-def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple[Reading, Any, dict[str, str]]:
+def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple[Reading, Any, list[str]]:
     """Read the active adapter of `model` with the readers of `source`. Local, not collective.
 
     Returns the adapter's factors, its config, and a description: its name and the fields of the config, as texts. With
@@ -68,14 +68,15 @@ def read_lora(source: ModuleSource, model: Model, base_is_pushed: bool) -> tuple
     return settled(Reading(Manifest(tuple(metas.values())), shards)), config, _describe(name, config)
 
 
-def _describe(name: str, config: Any) -> dict[str, str]:
+def _describe(name: str, config: Any) -> list[str]:
     """Return the adapter's name, and the fields of its config, as texts that are equal on ranks with equal adapters."""
 
     def plain(value: Any) -> Any:  # a set has another order in each process, and an object's text may have its address
         return sorted(value, key=str) if isinstance(value, set) else type(value).__name__
 
     fields = {key: value for key, value in config.to_dict().items() if key not in _OF_ONE_RANK}
-    return {key: json.dumps(value, sort_keys=True, default=plain) for key, value in {"adapter": name, **fields}.items()}
+    described = {"adapter": name, **fields}
+    return [f"{key}={json.dumps(value, sort_keys=True, default=plain)}" for key, value in described.items()]
 
 
 def _refuse_trained(model: nn.Module) -> None:

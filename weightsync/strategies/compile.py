@@ -97,13 +97,16 @@ def _of_engines(fleet: Fleet, plans: Sequence[LoadPlan]) -> list[tuple[str, list
     Engines that share experts, such as a server for each core, count as one.
     """
     names = {one.number: one.engine.name for one in fleet.handles} | {_TOGETHER: "the group of engines"}
-    own: dict[int, dict[int, LoadPlan]] = {}
+    of_engine: dict[int, dict[int, LoadPlan]] = {}
     for worker, plan in zip(fleet.workers, plans, strict=True):
         number = _TOGETHER if worker.hello.shares_experts else worker.hello.group
-        own.setdefault(number, {})[id(plan)] = plan
-    unlike = {frozenset(those): number for number, those in reversed(own.items())}
-    found = [(names.get(number, ""), [*own[number].values()]) for number in unlike.values()]
-    return found if len(found) > 1 else [("the engine", plans) for _, plans in found]
+        of_engine.setdefault(number, {})[id(plan)] = plan
+    unlike: dict[frozenset[int], tuple[str, list[LoadPlan]]] = {}
+    for number, own in of_engine.items():
+        unlike.setdefault(frozenset(own), (names[number], [*own.values()]))
+    if len(unlike) == 1:  # an error that holds for all engines names none
+        return [("the engine", own) for _, own in unlike.values()]
+    return [*unlike.values()]
 
 
 def _check(

@@ -60,16 +60,17 @@ def check_settings(everyone: Sequence[list[str] | None]) -> None:
 
     The engines would get a mixture. A pipeline stage has its own tensors, and perhaps its own settings.
 
-    everyone: `settings_of` of each rank.
+    everyone: of each rank a mark of its tensors, and texts of its settings. None: the rank has no tensors.
     """
     first: dict[str, tuple[int, list[str]]] = {}
     for rank, (mark, *own) in [(rank, each) for rank, each in enumerate(everyone) if each is not None]:
         other, theirs = first.setdefault(mark, (rank, own))
         if own != theirs:
-            found, expected = (first_few(each) or "none" for each in (own, theirs))
+            found = first_few([each for each in own if each not in theirs]) or "none"
+            expected = first_few([each for each in theirs if each not in own]) or "none"
             raise ConfigError(
                 f"the ranks' adapters differ: trainer rank {rank} has {found}, and rank {other} {expected}. Give all "
-                "ranks the same active adapters, with the same scaling"
+                "ranks the same active adapters, with the same config and scaling"
             )
 
 
