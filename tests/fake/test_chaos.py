@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_process import EngineProcess, fingerprint
 from fake_engine import checkpoint, cold
 from trainer_process import TIMEOUT_S, TrainerProcess
@@ -139,6 +140,7 @@ class Chaos:
             one.kill()
 
 
+@pytest.mark.forks
 def test_engines_serve_one_whole_version_or_are_mute(tmp_path: Path) -> None:
     chaos = Chaos(random.Random(SEED), tmp_path)
     log: list[str] = []

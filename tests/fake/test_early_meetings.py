@@ -93,6 +93,7 @@ def test_a_meeting_that_times_out_after_the_plan_fails_the_push(monkeypatch: pyt
         assert sync.push(trainer_model(checkpoint(2))).version == 1
 
 
+@pytest.mark.forks
 def test_a_worker_that_dies_while_members_meet_is_missed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     engine = EngineProcess(tmp_path)
     meet = NcclTransport.meet

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import endurance
+import pytest
 
 PUSHES, RECONNECTS = 48, 12
 
 
+@pytest.mark.forks
 def test_pushes_and_reconnects_leave_no_descriptor_thread_or_file_behind(tmp_path: Path) -> None:
     # In a process of its own, since other tests of this one leave threads that end later.
     samples = tmp_path / "samples.json"

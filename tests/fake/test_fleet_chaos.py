@@ -197,6 +197,7 @@ class Fleet:
     ("transport", "encoding"),
     [("ipc", None), ("broadcast", None), ("broadcast", "delta")][: 1 if IS_SHORT else 3],
 )
+@pytest.mark.forks
 def test_every_engine_serves_one_whole_version_while_engines_come_and_go(
     transport: str, encoding: str | None, tmp_path: Path
 ) -> None:

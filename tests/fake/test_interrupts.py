@@ -308,6 +308,7 @@ def test_a_push_of_an_adapter_that_is_interrupted_at_any_line_leaves_nothing(
     assert not [*tmp_path.rglob("*")]
 
 
+@pytest.mark.forks
 def test_a_rank_that_is_asked_to_end_in_a_push_ends_and_the_others_name_it(tmp_path: Path) -> None:
     engine = EngineProcess(tmp_path)
     try:

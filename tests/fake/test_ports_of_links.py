@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 from engine_process import EngineProcess, fingerprint
 from fake_engine import checkpoint, cold, trainer_model
 
@@ -26,6 +27,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return found
 
 
+@pytest.mark.forks
 def test_once_members_have_met_the_port_of_rank_0_alone_is_open(tmp_path: Path) -> None:
     engine = EngineProcess(tmp_path)
     try:

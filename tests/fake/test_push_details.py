@@ -317,6 +317,7 @@ def test_an_engine_that_pauses_late_goes_on_when_the_push_has_failed_meanwhile(
         assert pushed[-1] == "resume"
 
 
+@pytest.mark.forks
 def test_a_trainer_that_exits_leaves_no_slow_engine_paused(tmp_path: Path) -> None:
     """The engine takes one call after the other, and its trainer ends once the push has raised."""
     one_at_a_time = threading.Lock()

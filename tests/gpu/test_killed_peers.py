@@ -130,7 +130,7 @@ def test_who_dies_in_a_push_is_missed(
         assert killed.call(Pusher.push, "B")[0] == ""
         killed.begin(Pusher.push_and_stop, "A", there)
         wait_for(there.exists, 30)
-        os.kill(killed._process.pid, signal.SIGKILL)
+        os.kill(killed.process.pid, signal.SIGKILL)
         there.unlink()
         seconds = wait_for(lambda: "gave up" in log.read_text(), TIMEOUT_S + GRACE_S)
         print(f"{transport}: the worker gave a killed trainer up after {seconds:.1f} s")
@@ -152,6 +152,6 @@ def test_who_dies_in_a_push_is_missed(
             generate(server.url, PROMPTS)
     finally:
         for each in pushers:
-            if each._process.is_alive():
+            if each.process.is_alive():
                 each.close()
         server.stop()

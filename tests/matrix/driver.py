@@ -361,7 +361,7 @@ class Bench:
 
     def now(self) -> set[int]:
         """Return the processes that there are."""
-        alive = [each for each in self.processes() if each._process.is_alive()]
+        alive = [each for each in self.processes() if each.process.is_alive()]
         return {*map(pid_of, alive), *self.engine.pids().values()}
 
     def processes(self) -> list[Remote]:
@@ -401,12 +401,12 @@ class Bench:
         """Return what is left of a cell in the processes that are left, and in /dev/shm; forget those that are gone."""
         found: list[str] = []
         for number, rank in enumerate(self.ranks):
-            if rank._process.is_alive():
+            if rank.process.is_alive():
                 found += [f"rank {number} has a thread {name}" for name in set(rank.call(Rank.threads, self.settles_s))]
         for pid, before in self.held.items():
             if pid in self.now() and (more := grown(pid, before, self.settles_s)):
                 found.append(f"process {pid} has more open: {dict(more)}")
-        if not all(rank._process.is_alive() for rank in self.ranks):
+        if not all(rank.process.is_alive() for rank in self.ranks):
             self.end_ranks()
         names = [path.name for path in Path("/dev/shm").glob("weightsync-[0-9]*")]
         found += [f"/dev/shm/{name} is left" for name in names if int(name.split("-")[1]) in self.pids]
@@ -445,16 +445,16 @@ def on_host(name: str, pid: int, kind: Callable[..., Any], *args: Any) -> Any:
 
 
 def pid_of(remote: Remote) -> int:
-    pid = remote._process.pid
+    pid = remote.process.pid
     assert pid is not None
     return pid
 
 
 def end(remote: Remote) -> None:
-    remote._process.kill()
-    remote._process.join(10)
+    remote.process.kill()
+    remote.process.join(10)
     with suppress(OSError):
-        remote._connection.close()
+        remote.connection.close()
 
 
 class Stopped:

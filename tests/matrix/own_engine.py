@@ -172,7 +172,7 @@ class OwnEngineSide(Cold):
         self.begin_cold()
 
     def pids(self) -> dict[str, int]:
-        return below(self._remote()._process.pid)
+        return below(self._remote().process.pid)
 
     def kill(self, who: str) -> None:
         os.kill(self.pids()[who], signal.SIGKILL)
@@ -186,8 +186,8 @@ class OwnEngineSide(Cold):
     def close(self) -> None:
         if self.trainer is not None:
             cores = self.pids().values()
-            self.trainer._process.kill()
-            self.trainer._process.join(10)
+            self.trainer.process.kill()
+            self.trainer.process.join(10)
             for pid in cores:  # of which an `LLM`'s outlives its program
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -81,30 +81,30 @@ class Remote:
     context: BaseContext = FORKSERVER
 
     def __init__(self, kind: Callable[..., Any], *args: Any) -> None:
-        self._connection, theirs = self.context.Pipe()
+        self.connection, theirs = self.context.Pipe()
         # Not a daemon: those must not have processes of their own, and engines have.
-        self._process = self.context.Process(  # type: ignore[attr-defined]
+        self.process = self.context.Process(  # type: ignore[attr-defined]
             target=_main, args=(theirs, dict(os.environ), kind, args), daemon=False
         )
-        self._process.start()
+        self.process.start()
         theirs.close()
 
     def begin(self, fn: Callable[..., Any], *args: Any) -> None:
         """Let the process run `fn(its object, *args)`; `result` gives what it returned."""
-        self._connection.send((fn, args))
+        self.connection.send((fn, args))
 
     def result(self, timeout_s: float = 300.0) -> Any:
-        if not self._connection.poll(timeout_s):
+        if not self.connection.poll(timeout_s):
             self.close()
-            raise AssertionError(f"no answer from process {self._process.pid} within {timeout_s:g} s; it was ended")
+            raise AssertionError(f"no answer from process {self.process.pid} within {timeout_s:g} s; it was ended")
         try:
-            error, value = self._connection.recv()
+            error, value = self.connection.recv()
         except EOFError:
-            self._process.join(10)
-            raise AssertionError(f"process {self._process.pid} ended with {self._process.exitcode}") from None
+            self.process.join(10)
+            raise AssertionError(f"process {self.process.pid} ended with {self.process.exitcode}") from None
         if error is None:
             return value
-        error.add_note(f"In process {self._process.pid}:\n{value}")
+        error.add_note(f"In process {self.process.pid}:\n{value}")
         raise error
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> Any:
@@ -112,11 +112,11 @@ class Remote:
         return self.result(timeout_s)
 
     def close(self) -> None:
-        self._connection.close()
-        self._process.join(30)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(10)
+        self.connection.close()
+        self.process.join(30)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
 
 
 class VllmRemote(Remote):

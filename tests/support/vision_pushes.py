@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 import torch
+import zygote
 from engine_state import State, differing, state_of
 from engines import EXTENSION, GRAPHS, LINEAR_ATTENTION, NOT_COMPILED
 from torch import nn
 from vision_models import PROMPTS, QWEN_PROMPT, make_vision_model
 
 Answers = list[list[tuple[int, float]]]
+freeze = gc.freeze  # the program below replaces it
 WORDS = ([5, 6, 7, 8], [40, 41], list(range(20, 60)))
 HERE = Path(__file__).parent
 TORCHVISION = Path(sys.prefix, "torchvision")
@@ -50,7 +52,8 @@ def run(*cases: str) -> None:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process imports vLLM, not two
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB, which take longer to clear than all else to start
     command = [sys.executable, __file__, *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
+    with zygote.forking(False):  # the zygote has imported transformers, which found no torchvision
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert [line for line in done.stdout.splitlines() if line.startswith("equal")] == [
         f"equal {case}" for case in cases
@@ -319,8 +322,7 @@ def start(kind: str, has_tower: bool, folder: Path, **more: Any) -> Any:
         platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
         options = {"enforce_eager": True}
     gc.collect()
-    gc.freeze()  # vLLM collects garbage often as it starts and ends, and would look through all that is imported
-    gc.freeze = gc.unfreeze = lambda: None  # or vLLM thaws it as an engine ends
+    freeze()  # vLLM collects garbage often as it starts and ends, and would look through all that is imported
     return LLM(
         str(folder), dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
@@ -362,6 +364,8 @@ def ask(llm: Any, kind: str, has_tower: bool, adapter: Any = None) -> tuple[Answ
 
 
 if __name__ == "__main__":
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM thaws as an engine ends
+    gc.set_threshold(50_000)
     logging.getLogger("weightsync").setLevel("INFO")
     for case in sys.argv[1:]:
         kind, tower = case.split(":")

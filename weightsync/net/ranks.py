@@ -53,7 +53,7 @@ class CollectiveCall(Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.name}(version={self.version}{label}), call {self.number}"
 
     def what(self) -> str:
-        """Return a text that is equal for the same call of two ranks."""
+        """Return a text, equal for the same call of two ranks."""
         return str(self if self.version is None else replace(self, number=0))
 
 
@@ -71,7 +71,7 @@ class Ranks:
     """All ranks of a process group, or this process alone.
 
     members: the group. None: the default group, or this process if there is none. "alone": this process.
-    options: options that must be equal on every rank. Compared when ranks connect.
+    options: must be equal on every rank. Compared when ranks connect.
     hold_s: see `Hold`.
     name: the name of these ranks among all `Ranks` of the job, the same on every rank. Ranks of two names never meet.
 
@@ -198,7 +198,7 @@ class Ranks:
     ) -> list[Any]:
         """Return every rank's value, in rank order, on rank 0. Return an empty list on other ranks. Collective.
 
-        kind: the type of the values, one that msgpack can encode.
+        kind: the type of the values, encodable by msgpack.
         check: called on rank 0 while it waits, and may raise.
         deadline: the limit of rank 0's wait. None: `timeout_s` from now.
         """
