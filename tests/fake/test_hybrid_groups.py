@@ -235,6 +235,47 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
         assert not engine.is_asleep
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_engines_whose_sleep_failed_are_asleep_until_they_are_woken(
+    actor: WorkerGroup, engine: RolloutGroup, level: int
+):
+    with engine.follow(actor) as sync:
+        sync.push()
+        ray.get(engine.actors[0].fail_once.remote("sleep"))
+        with pytest.raises(WorkerError, match="sleep raised RuntimeError") as failed:
+            engine.sleep(level)
+        assert failed.value.who == engine.names[0]
+        assert engine.is_asleep
+        refusal = "asleep: call wake_up or push" if level == 1 else "dropped by sleep of level 2"
+        with pytest.raises(ConfigError, match=refusal):
+            engine.generate(prompts_of(2), n=1)
+        if level == 1:
+            engine.wake_up()
+        else:
+            sync.push()
+        check_awake(engine)
+
+
+def test_engines_that_woke_are_awake_although_another_failed(actor: WorkerGroup, engine: RolloutGroup):
+    with engine.follow(actor) as sync:
+        sync.push()
+        engine.sleep()
+        ray.get(engine.actors[0].fail_once.remote("wake_up"))
+        with pytest.raises(WorkerError, match="wake_up raised RuntimeError") as failed:
+            sync.push()
+        assert failed.value.who == engine.names[0]
+        assert ray.get([each.sleeping.remote() for each in engine.actors]) == [{"weights", "kv_cache"}, {"kv_cache"}]
+        engine.wake_up()
+        check_awake(engine)
+
+
+def check_awake(engine: RolloutGroup) -> None:
+    """Fail unless all engines are awake and answer."""
+    assert not engine.is_asleep
+    assert ray.get([each.sleeping.remote() for each in engine.actors]) == [set()] * len(engine.actors)
+    assert len(engine.generate(prompts_of(2), n=1)) == 2
+
+
 def test_workers_and_engines_take_turns_on_a_gpu(cluster: None):
     pool = ResourcePool([1])
     engine = RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0)

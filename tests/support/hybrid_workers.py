@@ -204,19 +204,38 @@ class StandIn:
     def __init__(self, devices: str, options: dict[str, Any]) -> None:
         self.given = devices, options["enable_sleep_mode"]
         self.llm = LLM()
+        self.asleep: set[str] = set()
+        self.failing = ""
+
+    def fail_once(self, method: str) -> None:
+        """Let the next call of a method raise, before it has done anything."""
+        self.failing = method
+
+    def begin(self, *call: Any) -> None:
+        self.llm.log.append(call)
+        if self.failing == call[0]:
+            self.failing = ""
+            raise RuntimeError(f"no {call[0]}")
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
+        assert not self.asleep
         self.llm.log.append(("generate", len(prompts)))
         time.sleep(sampling.get("wait_s", 0))
         return [[([*prompt, n], [-0.5] * (len(prompt) + 1)) for n in range(sampling["n"])] for prompt in prompts]
 
     def sleep(self, level: int) -> None:
-        self.llm.log.append(("sleep", level))
+        self.begin("sleep", level)
+        self.asleep = {"weights", "kv_cache"}
         self.llm.host.sleeps = True
 
     def wake_up(self, tags: list[str]) -> None:
-        self.llm.log.append(("wake_up", tags))
-        self.llm.host.sleeps &= "weights" not in tags
+        self.begin("wake_up", tags)
+        if {*tags} <= self.asleep:  # else vLLM logs a warning, and wakes nothing
+            self.asleep -= {*tags}
+            self.llm.host.sleeps = "weights" in self.asleep
+
+    def sleeping(self) -> set[str]:
+        return self.asleep
 
     def gpus_and_sleep_mode(self) -> tuple[str, bool]:
         return self.given

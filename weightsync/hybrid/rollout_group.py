@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from tensordict import TensorDict
 
-from weightsync.errors import ConfigError, PeerError
+from weightsync.errors import ConfigError, PeerError, WeightSyncError
 from weightsync.hybrid.batch import balance, pack, rows
 from weightsync.hybrid.following import KV_CACHE, WEIGHTS, GroupSync
 from weightsync.hybrid.generation import Generation, Share, batch_of, prompts_of
@@ -41,7 +41,7 @@ class GroupEngine:
 
     pool, place: the place of its first worker.
     start: the wait for the start of the actor.
-    asleep: the parts of its memory that sleep.
+    asleep: the sleeping parts of its memory. After a failed call they may be awake.
     discarded: whether sleep of level 2 has dropped its weights, and no push has followed.
     """
 
@@ -236,17 +236,31 @@ class RolloutGroup:
         return any(one.asleep for one in self._present())
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them."""
-        for one in self._call("sleep", {one: one.actor.sleep.remote(level) for one in self._present()}):
+        """Free the memory of weights and KV cache. Level 1 keeps the weights in host memory, level 2 drops them.
+
+        Waits for every engine. After an error all engines count as asleep until `wake_up` or a push, because the failed
+        engine may sleep too.
+
+        Raises:
+            WeightSyncError: The first failure of an engine. It names the engine.
+        """
+        calls = {one: one.actor.sleep.remote(level) for one in self._present()}
+        for one in calls:
             one.asleep = {WEIGHTS, KV_CACHE}
             one.discarded |= level > 1
+        self._call("sleep", calls)
 
     def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Take back the memory of these parts if they sleep. After level 2 the weights are undefined until a push."""
-        # vLLM would map memory twice if it is awake already.
+        """Take back the memory of these parts if they sleep. After level 2 the weights are undefined until a push.
+
+        Waits for every engine. A failed engine counts as asleep, the others as awake.
+
+        Raises:
+            WeightSyncError: The first failure of an engine. It names the engine.
+        """
+        # vLLM wakes nothing if one of the tags is awake already.
         due = {one: [tag for tag in tags if tag in one.asleep] for one in self._present()}
-        for one in self._call("wake_up", {one: one.actor.wake_up.remote(tags) for one, tags in due.items() if tags}):
-            one.asleep -= {*due[one]}
+        self._call("wake_up", {one: one.actor.wake_up.remote(own) for one, own in due.items() if own}, woken=tags)
 
     @property
     def takes_turns(self) -> bool:
@@ -377,19 +391,20 @@ class RolloutGroup:
             for one, own in shares
         ]
 
-    def _call(self, doing: str, refs: Mapping[GroupEngine, Any]) -> list[GroupEngine]:
-        """Wait for calls of engines, and return the engines that have answered."""
-        left = dict(refs)
-        while True:
+    def _call(self, doing: str, refs: Mapping[GroupEngine, Any], woken: Collection[str] = ()) -> None:
+        """Wait for calls of engines, and note the parts `woken` by each answer. Then raise the first failure."""
+        calls = {one: Pending(doing, {ref: one.name}, self._timeout_s) for one, ref in refs.items()}
+        failures: dict[GroupEngine, WeightSyncError] = {}
+        for one, call in calls.items():
             try:
-                Pending(doing, {ref: one.name for one, ref in left.items()}, self._timeout_s).results()
-                return list(left)
-            except PeerError as error:
-                dead = next((one for one in left if one.name == error.who), None)
-                if dead is None:
-                    raise
-                self._leave_out(error)
-                del left[dead]
+                call.results()
+                one.asleep -= {*woken}
+            except WeightSyncError as error:
+                failures[one] = error
+        for one, failure in failures.items():
+            if not isinstance(failure, PeerError) or failure.who != one.name:
+                raise failure
+            self._leave_out(failure)
 
     def _leave_out(self, error: PeerError) -> None:
         """End the dead engine of an error, if the group goes on without it. Else raise the error.
