@@ -75,7 +75,7 @@ def actor(pool: ResourcePool) -> Iterator[WorkerGroup]:
 
 @pytest.fixture(scope="module")
 def engine(pool: ResourcePool, actor: WorkerGroup) -> Iterator[RolloutGroup]:
-    with RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0) as group:
+    with RolloutGroup(pool, model="none", actor=StandIn, enable_sleep_mode=True, timeout_s=120.0) as group:
         yield group
 
 
@@ -620,6 +620,19 @@ def versioned(cluster: None) -> Iterator[RolloutGroup]:
     with RolloutGroup(pool, model="none", actor=Versioned, timeout_s=120.0) as group:
         yield group
     pool.close()
+
+
+def test_sleep_and_wake_up_that_would_do_nothing_are_refused(engine: RolloutGroup, versioned: RolloutGroup):
+    refused: list[tuple[str, Any]] = [
+        ("level=0; expected 1", lambda: engine.sleep(level=0)),
+        ("tags='weights'; expected a list of 'weights', 'kv_cache' or both", lambda: engine.wake_up("weights")),
+        ("have no sleep mode, and sleep would free no memory", versioned.sleep),
+    ]
+    for words, call in refused:
+        with pytest.raises(ConfigError, match=words):
+            call()
+        assert not engine.is_asleep
+        assert not versioned.is_asleep
 
 
 def numbered(count: int) -> Iterator[TensorDict]:

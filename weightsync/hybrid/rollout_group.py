@@ -242,8 +242,16 @@ class RolloutGroup:
         engine may sleep too.
 
         Raises:
+            ConfigError: The engines have no sleep mode, or the level is another one.
             WeightSyncError: The first failure of an engine. It names the engine.
         """
+        if level not in (1, 2):
+            raise ConfigError(f"level={level}; expected 1 to keep the weights in host memory, or 2 to drop them")
+        if not self.has_sleep_mode:
+            raise ConfigError(
+                "the engines have no sleep mode, and sleep would free no memory: make the RolloutGroup with "
+                "enable_sleep_mode=True"
+            )
         calls = {one: one.actor.sleep.remote(level) for one in self._present()}
         for one in calls:
             one.asleep = {WEIGHTS, KV_CACHE}
@@ -256,8 +264,11 @@ class RolloutGroup:
         Waits for every engine. A failed engine counts as asleep, the others as awake.
 
         Raises:
+            ConfigError: A tag is neither "weights" nor "kv_cache".
             WeightSyncError: The first failure of an engine. It names the engine.
         """
+        if not {*tags} <= {WEIGHTS, KV_CACHE}:
+            raise ConfigError(f"tags={tags!r}; expected a list of {WEIGHTS!r}, {KV_CACHE!r} or both")
         # vLLM wakes nothing if one of the tags is awake already.
         due = {one: [tag for tag in tags if tag in one.asleep] for one in self._present()}
         self._call("wake_up", {one: one.actor.wake_up.remote(own) for one, own in due.items() if own}, woken=tags)
