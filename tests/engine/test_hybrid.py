@@ -18,7 +18,7 @@ from hybrid_trainers import Fsdp, Megatron
 from tensordict import TensorDict
 
 from weightsync.errors import PeerError
-from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup, save_job
+from weightsync.hybrid import ResourcePool, RolloutGroup, WorkerGroup, save_job, take
 from weightsync.vllm.rollout import AsyncRolloutEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -143,7 +143,32 @@ def test_a_push_interrupts_rollouts_and_they_go_on(reserve: Callable[..., Resour
         several = engine.generate(prompts, n=3, max_tokens=4, seed=7)
         assert several["answer_mask"].sum(1).tolist() == [4] * 48
         assert answers(engine) == cold
+        sync.close()
+        check_that_no_answer_is_cut(trainer, engine, prompts)
         lose(engine)
+
+
+def check_that_no_answer_is_cut(trainer: WorkerGroup, engine: RolloutGroup, prompts: TensorDict) -> None:
+    """Fail unless answers come whole when a push by "abort", and then sleep, find them half done."""
+    generate = partial(engine.generate.remote, prompts, temperature=0, ignore_eos=True)
+    with engine.follow(trainer, pause="abort") as sync:
+        new = generate(max_tokens=LONG).result()
+        trainer.change("A")
+        sync.push()
+        interrupted = generate(max_tokens=LONG)
+        several = engine.generate.remote(take(prompts, range(4)), n=3, max_tokens=LONG, ignore_eos=True)
+        generate(max_tokens=1).result()  # so the ones before have a token
+        trainer.change("B")
+        sync.push()
+        begun_anew = interrupted.result()
+        assert begun_anew["answer_mask"].sum(1).tolist() == [LONG] * 16
+        assert torch.equal(begun_anew["answers"][:, 0], new["answers"][:, 0])
+        assert several.result()["answer_mask"].sum(1).tolist() == [LONG] * 12
+    finished = generate(max_tokens=LONG)
+    generate(max_tokens=1).result()
+    ray.get(engine.actors[0].sleep.remote(1))
+    assert finished.result()["answer_mask"].sum(1).tolist() == [LONG] * 16
+    ray.get(engine.actors[0].wake_up.remote(["weights", "kv_cache"]))
 
 
 def test_a_job_goes_on_from_its_checkpoint(

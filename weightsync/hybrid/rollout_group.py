@@ -217,7 +217,8 @@ class RolloutGroup:
 
         Each row of `prompts` comes `n` times in a row, with the new columns "answers", padded with 0, "answer_mask",
         "sampled_logprobs" and "version". The version is that of the begin of the call. If a push interrupts an
-        `AsyncLLM`, the next tokens are of a later version. All engines get about as many tokens of prompts.
+        `AsyncLLM`, the next tokens are of a later version, and with `pause="abort"` all tokens. All engines get about
+        as many tokens of prompts.
 
         prompts: the column "prompts" has token ids, padded or nested. For padded ones "prompt_mask" is true for real
             tokens.

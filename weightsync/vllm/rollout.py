@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from weightsync.errors import EngineError
 from weightsync.vllm.llm_object import died
 
 Answer = tuple[list[int], list[float]]
+
+_ABORTED, _FAILED = "abort", "error"
+"""vLLM's finish reasons of answers cut short."""
 
 
 class RolloutEngine:
@@ -59,6 +63,8 @@ class RolloutEngine:
 class AsyncRolloutEngine:
     """An `AsyncLLM` with the methods for a rollout group. A push pauses its requests, and they go on after the push.
 
+    With `pause="abort"` a push ends the requests, and they begin anew after the push.
+
     The arguments are those of `RolloutEngine`.
     """
 
@@ -82,8 +88,8 @@ class AsyncRolloutEngine:
             raise
 
     async def sleep(self, level: int) -> None:
-        """Put the engine to sleep, as `AsyncLLM.sleep` does."""
-        await self.llm.sleep(level)
+        """Put the engine to sleep when it has answered its requests, as a `RolloutEngine` does."""
+        await self.llm.sleep(level, mode="wait")
 
     async def wake_up(self, tags: list[str]) -> None:
         """Wake what these tags name, as `AsyncLLM.wake_up` does."""
@@ -92,9 +98,12 @@ class AsyncRolloutEngine:
     async def _answers(self, prompt: list[int], sampling: dict[str, Any]) -> list[Answer]:
         # Cumulative outputs, vLLM's default, have some of the `n` completions each.
         params = self._sampling(**_with_logprobs(sampling), output_kind=self._final_only)
-        async for output in self.llm.generate({"prompt_token_ids": prompt}, params, str(uuid.uuid4())):
-            last = output
-        return [_answer(completion) for completion in last.outputs]
+        # A pause by "abort" ends requests. vLLM queues new ones until it resumes.
+        while True:
+            async for output in self.llm.generate({"prompt_token_ids": prompt}, params, str(uuid.uuid4())):
+                last = output
+            if all(completion.finish_reason != _ABORTED for completion in last.outputs):
+                return [_answer(completion) for completion in last.outputs]
 
 
 _end_actor = partial(os._exit, 1)
@@ -106,6 +115,12 @@ def _with_logprobs(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(completion: Any) -> Answer:
+    """Return a whole answer. Raise `EngineError` if vLLM has cut it short."""
     tokens = list(completion.token_ids)
+    if completion.finish_reason in (_ABORTED, _FAILED):
+        raise EngineError(
+            f"vLLM cut an answer short after {len(tokens)} tokens, with the finish reason "
+            f"{completion.finish_reason!r}; expected a whole answer: ask again, and see the engine's log"
+        )
     sampled = [at[token].logprob for token, at in zip(tokens, completion.logprobs, strict=True)]
     return tokens, sampled
