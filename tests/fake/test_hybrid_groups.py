@@ -765,6 +765,15 @@ def test_jobs_that_cannot_be_saved_or_loaded_are_refused(actor: WorkerGroup, tmp
         save_job(tmp_path, {}).load(actor)
 
 
+def test_a_relative_folder_is_the_controllers(actor: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    adam = WorkerGroup(actor, Adam)
+    monkeypatch.chdir(tmp_path)  # the workers have started elsewhere
+    saved = save_job("job", {}, adam)
+    assert newest_job("job") == saved == SavedJob(tmp_path / "job" / "00000001", {})
+    assert sorted(each.name for each in (saved.path / "Adam").iterdir()) == ["rank-0.pt", "rank-1.pt"]
+    saved.load(adam)
+
+
 def push_until_it_fails(sync: GroupSync) -> NoReturn:
     while True:
         sync.push()

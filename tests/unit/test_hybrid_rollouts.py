@@ -1,15 +1,17 @@
-"""The answers of a `RolloutGroup`'s engine without vLLM."""
+"""Answers and checkpoints of `weightsync.hybrid` without Ray: an engine without vLLM, and groups in this process."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from weightsync.errors import EngineError
+from weightsync.errors import ConfigError, EngineError
+from weightsync.hybrid import Worker, newest_job, save_job
 from weightsync.vllm.rollout import AsyncRolloutEngine
 
 
@@ -45,3 +47,21 @@ def test_a_prompt_with_an_aborted_answer_is_asked_again():
 def test_an_answer_that_failed_is_an_error():
     with pytest.raises(EngineError, match="cut an answer short after 3 tokens, with the finish reason 'error'"):
         answers(Interrupted(("stop", "error")))
+
+
+class Saver(Worker):
+    """A worker that makes its folders, as `torch.distributed.checkpoint` does."""
+
+    def save_state(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights").write_text("")
+
+
+def test_a_folder_that_a_node_does_not_share_gets_no_checkpoint(tmp_path: Path):
+    def call_all(method: str, folder: Path) -> None:
+        getattr(Saver(), method)(tmp_path / "other node" / folder.relative_to(tmp_path / "node"))
+
+    group: Any = SimpleNamespace(role="Saver", call_all=call_all)
+    with pytest.raises(ConfigError, match=r"no .*other node.* on this node.*: save to shared storage"):
+        save_job(tmp_path / "node" / "jobs", {}, group)
+    assert newest_job(tmp_path / "node" / "jobs") is None

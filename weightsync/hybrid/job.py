@@ -64,7 +64,7 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
         The checkpoint.
 
     Raises:
-        ConfigError: A value is not JSON, or `keep` is less than 1.
+        ConfigError: A value is not JSON, `keep` is less than 1, or a worker's node does not share the folder.
         WeightSyncError: As for a call of a `WorkerGroup`.
     """
     try:
@@ -73,7 +73,7 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
         raise ConfigError(f"the state of a job must be JSON, and {error}: convert it first") from error
     if keep < 1:
         raise ConfigError(f"keep={keep}; expected at least 1, because the new checkpoint is one")
-    folder = Path(folder)
+    folder = Path(folder).absolute()  # workers have other working directories
     folder.mkdir(parents=True, exist_ok=True)
     for remains in folder.glob(f"*{_PARTIAL}"):
         shutil.rmtree(remains)
@@ -83,6 +83,7 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
     partial.mkdir()
     for group in groups:
         (partial / group.role).mkdir()
+        group.call_all("check_folder", partial / group.role)
         group.call_all("save_state", partial / group.role)
     (partial / _STATE).write_text(text)
     for each in (*partial.rglob("*"), partial):
@@ -97,7 +98,7 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
 
 def newest_job(folder: str | Path) -> SavedJob | None:
     """Return the newest checkpoint in a folder, or None if there is none."""
-    found = _checkpoints(Path(folder))
+    found = _checkpoints(Path(folder).absolute())
     return SavedJob(found[-1], json.loads((found[-1] / _STATE).read_text())) if found else None
 
 

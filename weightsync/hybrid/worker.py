@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from weightsync.config import BackendName, WeightSyncConfig
 from weightsync.engines.ray_actor import RayEngine
+from weightsync.errors import ConfigError
 from weightsync.hybrid.batch import pack, unpack
 from weightsync.hybrid.dispatch import Call, Dispatch, Layout, Place, answer
 from weightsync.hybrid.pending import Later
@@ -71,6 +72,11 @@ class Worker:
     def load_state(self, folder: Path) -> None:
         """Go on from the state of `save_state`. Every rank calls this, after `init_model`."""
         raise NotImplementedError(f"{type(self).__name__} has no load_state: write one, or leave its group out")
+
+    def check_folder(self, folder: Path) -> None:
+        """Raise `ConfigError` if this node lacks a folder of the controller."""
+        if not folder.is_dir():
+            raise ConfigError(f"no {folder} on this node, and the controller has made it: save to shared storage")
 
     def open_sync(self, name: str, transport: Any, options: dict[str, Any]) -> None:
         """Make the `WeightSync` of this name. Every rank calls this."""
