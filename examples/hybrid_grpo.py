@@ -4,7 +4,7 @@
     python examples/hybrid_grpo.py --placement split        # engines on places of their own
     python examples/hybrid_grpo.py --sync-every 0           # the control: nothing is pushed, nothing is learnt
     python examples/hybrid_grpo.py --placement split --behind 1     # rollouts one version behind, while workers train
-    python examples/hybrid_grpo.py --checkpoint DIR         # saved each ten steps; started again, it goes on from there
+    python examples/hybrid_grpo.py --checkpoint DIR         # saved at a push; started again, it goes on from there
     python examples/hybrid_grpo.py --model-name Qwen/Qwen3-0.6B --lr 1e-6 --group-size 8
 
 The task is that of grpo.py: to count. `main` is the algorithm, and runs in one process. `pools_of` is the placement.
@@ -52,6 +52,7 @@ from weightsync.hybrid import (
 from weightsync.vllm.rollout import AsyncRolloutEngine, RolloutEngine
 
 SAVE_EVERY = 10
+"""Steps between checkpoints. Each waits for a push, so that its weights are those of its version."""
 
 # --- Computation: what runs on the workers
 
@@ -168,10 +169,10 @@ def train(options: argparse.Namespace, actor: WorkerGroup, engine: RolloutGroup,
             pushed = ""
             if pushes:
                 pushed = f"  push {sync.push().total_s * 1e3:.0f} ms"
+                if options.checkpoint is not None and (step + 1) % SAVE_EVERY < options.sync_every:
+                    save_job(options.checkpoint, {"taken": step + 1, "version": engine.version}, actor)
             else:
                 engine.wake_up()
-            if options.checkpoint is not None and (step + 1) % SAVE_EVERY == 0:
-                save_job(options.checkpoint, {"taken": step + 1, "version": engine.version}, actor)
             found.append(batch["rewards"].mean().item())
             bar = "#" * round(40 * found[-1])
             took, started = time.perf_counter() - started, time.perf_counter()
@@ -188,8 +189,7 @@ def resume(folder: Path | None, actor: WorkerGroup, sync: GroupSync) -> int:
     if saved is None:
         return 0
     saved.load(actor)
-    if saved.state["version"]:
-        sync.push(saved.state["version"])
+    sync.push(saved.state["version"])
     return int(saved.state["taken"])
 
 
@@ -243,7 +243,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="a folder for checkpoints of the job")
     parser.add_argument("--output", type=Path, help="a file for the mean reward of each step, as JSON")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.checkpoint is not None and not options.sync_every:
+        parser.error("--checkpoint saves at pushes, and --sync-every 0 makes none: leave one of them out")
+    return options
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from weightsync.errors import ConfigError, EngineError
 from weightsync.hybrid import Worker, newest_job, save_job
@@ -47,6 +49,97 @@ def test_a_prompt_with_an_aborted_answer_is_asked_again():
 def test_an_answer_that_failed_is_an_error():
     with pytest.raises(EngineError, match="cut an answer short after 3 tokens, with the finish reason 'error'"):
         answers(Interrupted(("stop", "error")))
+
+
+class Trainer:
+    """A `WorkerGroup` with a count of steps as its weights."""
+
+    role = "Policy"
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.saved: list[int] = []
+
+    def update(self, batch: TensorDict) -> list[float]:
+        self.steps += 1
+        return [0.0]
+
+    def call_all(self, method: str, folder: Path) -> None:
+        if method == "save_state":
+            self.saved.append(self.steps)
+            (folder / "steps").write_text(str(self.steps))
+        elif method == "load_state":
+            self.steps = int((folder / "steps").read_text())
+
+
+class Engines:
+    """A `RolloutGroup`, its sync, and its answers. `served` has the steps behind each version."""
+
+    transport, reason, takes_turns = "none", "", False
+
+    def __init__(self) -> None:
+        self.generate = self
+        self.version = self.pushes = 0
+        self.served: dict[int, int] = {}
+
+    def follow(self, trainer: Trainer, **_: Any) -> Engines:
+        self.trainer = trainer
+        return self
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def remote(self, prompts: TensorDict, *, n: int, max_tokens: int, **_: Any) -> SimpleNamespace:
+        count = n * len(prompts)
+        found = {
+            "prompts": prompts["prompts"].repeat_interleave(n, 0),
+            "answers": torch.zeros(count, max_tokens, dtype=torch.long),
+            "answer_mask": torch.ones(count, max_tokens, dtype=torch.bool),
+        }
+        return SimpleNamespace(result=lambda: TensorDict(found, [count]))
+
+    def sleep(self, level: int) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+    def push(self, version: int | None = None) -> SimpleNamespace:
+        self.version = self.version + 1 if version is None else version
+        self.pushes += 1
+        self.served[self.version] = self.trainer.steps
+        return SimpleNamespace(total_s=0.0)
+
+
+@pytest.mark.parametrize(("every", "saved"), [(1, [10, 20]), (3, [12, 21]), (15, [15])])
+def test_grpo_saves_the_weights_of_the_version_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, saved: list[int]
+):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import hybrid_grpo
+
+    def train(steps: int) -> tuple[Trainer, Engines]:
+        words = f"--sync-every {every} --training-steps {steps} --checkpoint {tmp_path} --prompts 2 --group-size 2"
+        trainer, engines = Trainer(), Engines()
+        hybrid_grpo.train(hybrid_grpo.parse(words.split()), trainer, engines, 16)
+        return trainer, engines
+
+    trainer, engines = train(25)
+    assert trainer.saved == saved
+    newest = newest_job(tmp_path)
+    assert newest is not None
+    assert engines.served[newest.state["version"]] == newest.state["taken"] == saved[-1]
+    _, resumed = train(saved[-1])
+    assert resumed.served == {newest.state["version"]: saved[-1]}
+
+
+def test_grpo_refuses_checkpoints_without_pushes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    import hybrid_grpo
+
+    with pytest.raises(SystemExit):
+        hybrid_grpo.parse(["--sync-every", "0", "--checkpoint", "folder"])
+    assert "--checkpoint saves at pushes" in capsys.readouterr().err
 
 
 class Saver(Worker):
