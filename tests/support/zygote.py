@@ -218,8 +218,6 @@ def _import(names: Sequence[str]) -> None:
             platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
             platform.register_triton_kernel_overrides()
         # Or a process spins for a second where it waits for a message, and takes the time of those that it waits for.
-        if hasattr(shm_broadcast, "SpinCondition"):
-            shm_broadcast.SpinCondition.__init__.__defaults__ = (0,)  # its `busy_loop_s`
         shm_broadcast.sched_yield = functools.partial(time.sleep, 0.002)
         # A server sets the variable that this class depends on after it was forked.
         value_class = functools.cache(values.get_value_class)
