@@ -66,10 +66,9 @@ class Saver:
     """Something with a `save_pretrained`."""
 
     def __init__(self, file: str, content: dict[str, Any]) -> None:
-        self.file, self.content, self.calls = file, content, 0
+        self.file, self.content = file, content
 
     def save_pretrained(self, folder: str) -> None:
-        self.calls += 1
         path = Path(folder, self.file)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(self.content))
@@ -158,21 +157,39 @@ def test_versions_go_on_where_the_folder_is(engine: FakeEngine, tmp_path: Path):
     assert_equal(read(tmp_path / "version-00000007"), checkpoint(2))
 
 
-def test_config_and_tokenizer_are_saved_once_for_each_connection(engine: FakeEngine, tmp_path: Path):
+def test_config_and_tokenizer_are_saved_with_the_dtype_of_the_weights(engine: FakeEngine, tmp_path: Path):
     config = Saver("config.json", {"architectures": ["X"], "dtype": "float32", "text_config": {"dtype": "float32"}})
     tokenizer = Saver("templates/chat.json", {"a": 1})
     selection = TensorSelection(dtypes={"embed*": "bfloat16", "layers.*.attn.*": "bfloat16"})
     pusher = Pusher(engine, tmp_path, selection, config=config, tokenizer=tokenizer)
     with pusher.sync:
         pusher.push(2)
+    folder = tmp_path / "version-00000001"
+    saved = json.loads((folder / "config.json").read_text())
+    assert (saved["dtype"], saved["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+    assert json.loads((folder / "templates/chat.json").read_text()) == {"a": 1}
+    assert read(folder)["embed.weight"].dtype == torch.bfloat16
+
+
+def test_each_version_has_the_config_and_the_tokenizer_of_its_push(engine: FakeEngine, tmp_path: Path):
+    config = Saver("config.json", {"architectures": ["X"], "rope": 1})
+    tokenizer = Saver("templates/chat.json", {"a": 1})
+    pusher = Pusher(engine, tmp_path, config=config, tokenizer=tokenizer)
+    pusher.model.generation_config = Saver("generation_config.json", {"eos": 1})
+    with pusher.sync:
+        pusher.push(2)
+        config.content["architectures"] = None
+        with pytest.raises(ConfigError, match=r"set config.architectures"):
+            pusher.push(3)
+        config.content = {"architectures": ["X"], "rope": 2}
+        tokenizer.content = {"a": 2}
+        pusher.model.generation_config.content = {"eos": 2}  # type: ignore[union-attr]
         pusher.push(3)
-    assert config.calls == tokenizer.calls == 1
     for version in (1, 2):
         folder = tmp_path / f"version-{version:08}"
-        saved = json.loads((folder / "config.json").read_text())
-        assert (saved["dtype"], saved["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
-        assert json.loads((folder / "templates/chat.json").read_text()) == {"a": 1}
-    assert read(folder)["embed.weight"].dtype == torch.bfloat16
+        assert json.loads((folder / "config.json").read_text())["rope"] == version
+        assert json.loads((folder / "generation_config.json").read_text()) == {"eos": version}
+        assert json.loads((folder / "templates/chat.json").read_text()) == {"a": version}
 
 
 def test_a_models_own_configs_are_saved_where_none_are_given(engine: FakeEngine, tmp_path: Path):
@@ -194,7 +211,8 @@ def test_a_config_without_a_class_is_refused_before_anything_is_written(
     pusher = Pusher(engine, tmp_path / "new", config=Saver("config.json", {"architectures": None}))
     with pytest.raises(ConfigError, match=r"set config.architectures"):
         pusher.push(2)
-    assert not (tmp_path / "new").exists()
+    assert names_in(tmp_path / "new") == [".lock"]
+    assert engine.log == []
     assert_serves(host, 1)
 
 

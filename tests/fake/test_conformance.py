@@ -286,7 +286,7 @@ def test_check_transport_of_sixty_lines_over_tcp_finds_every_promise_kept():
 
 
 def new_files(folder: str) -> FilesTransport:
-    return FilesTransport(Path(folder), 2, 1_000_000, (), takes_configs=False)
+    return FilesTransport(Path(folder), 2, 1_000_000, (None, None, None), takes_configs=False)
 
 
 def test_check_transport_of_files_finds_every_promise_kept_and_nothing_left(tmp_path: Path):

@@ -131,7 +131,8 @@ def large_tensors() -> int:
 def test_transport_that_was_aborted_keeps_no_slot(tmp_path: Path):
     held = locate([TensorShard(EMBED, Box.full(EMBED.shape), torch.ones(EMBED.shape))], 0)
     alone: Any = SimpleNamespace(rank=0, size=1, host="127.0.0.1", broadcast=lambda value, phase: value)
-    transports: list[Transport] = [IpcTransport(), FilesTransport(tmp_path, 2, 1 << 30, (), takes_configs=False)]
+    files = FilesTransport(tmp_path, 2, 1 << 30, (None, None, None), takes_configs=False)
+    transports: list[Transport] = [IpcTransport(), files]
     for transport in transports:
         before = large_tensors()
         plan = TransferPlan(Manifest((EMBED,)), (), (Chunk(tuple(held)),), 1, {})

@@ -49,14 +49,14 @@ class CheckpointFile:
 class Shards:
     """A checkpoint's files: each tensor's file, and its first byte there.
 
-    `index` is the content of the index file. It is None if there is only one file.
+    `index` has the content of the index file, by its name. It is empty if there is only one file.
     """
 
     manifest: Manifest
     files: tuple[CheckpointFile, ...]
     file_of: dict[str, str]
     in_file: dict[str, int]
-    index: bytes | None
+    index: dict[str, bytes]
 
 
 def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes: int) -> Shards:
@@ -87,10 +87,10 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
         part = "" if len(contents) == 1 else f"-{number + 1:05}-of-{len(contents):05}"
         files.append(CheckpointFile(f"model{part}.safetensors", header, at))
         file_of.update({meta.name: files[-1].name for meta in metas})
-    index = None
+    index: dict[str, bytes] = {}
     if len(files) > 1:
         rows = {"metadata": {"total_size": manifest.nbytes}, "weight_map": file_of}
-        index = json.dumps(rows, indent=2, sort_keys=True).encode() + b"\n"
+        index[INDEX] = json.dumps(rows, indent=2, sort_keys=True).encode() + b"\n"
     return Shards(manifest, tuple(files), file_of, in_file, index)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from weightsync.checkpoint.own_files import opened_plain
-from weightsync.checkpoint.safetensors import INDEX, Shards, runs
+from weightsync.checkpoint.safetensors import Shards, runs
 from weightsync.errors import PlacementError
 from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Manifest, ShardLocation, coverage, itemsize
@@ -64,7 +64,13 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
             with opened_plain(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk fails here, before anything is written
                 _write_at(fd, memoryview(shard.header), 0)
-        for name, content in ({} if shards.index is None else {INDEX: shards.index}).items() | beside.items():
+    write_beside(folder, {**shards.index, **beside})
+
+
+def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by name, in the place of older ones. Raises `PlacementError`."""
+    with placement_errors(f"cannot write to {folder}"):
+        for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 

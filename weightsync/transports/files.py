@@ -14,7 +14,7 @@ used twice, and a rank's progress file exists before a worker opens it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,7 @@ class FilesTransport(base.Transport):
         self._takes_configs = takes_configs  # use the model's own configs if none are given
         self._folder: VersionFolder | None = None  # rank 0 only
         self._writer: _ShardWriter | None = None
+        self._files_beside: Callable[[], dict[str, bytes]] = dict
 
     def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         shard_files.check_whole(request.manifest, request.locations)
@@ -88,15 +89,12 @@ class FilesTransport(base.Transport):
         travelling = (name for chunk in plan.chunks for name in chunk.names)
         order = dict.fromkeys([*travelling, *plan.manifest.names])  # no chunk has tensors without elements
         shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
-        beside: dict[str, bytes] = {}
-        opened = None
-        if ranks.rank == 0:
-            given = with_configs(tensors.model, *self._saved_beside) if self._takes_configs else self._saved_beside
-            beside = files_beside(given, plan.manifest)
-            opened = self._open(ranks.size)
+        opened = self._open(ranks.size) if ranks.rank == 0 else None
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
         shard_files.check_seen(Path(incoming), f"trainer rank {ranks.rank}")
-        self._writer = _ShardWriter(plan, tensors, shards, Path(incoming), ranks.rank, beside)
+        model = tensors.model if self._takes_configs else None
+        self._files_beside = lambda: files_beside(with_configs(model, *self._saved_beside), plan.manifest)
+        self._writer = _ShardWriter(plan, tensors, shards, Path(incoming), ranks.rank)
         if ranks.rank:
             return [base.Endpoint() for _ in range(plan.workers)]
         layout = [staging.lay_out(plan.manifest, by_rank(chunk.pieces), _SLOT) for chunk in plan.chunks]
@@ -114,7 +112,10 @@ class FilesTransport(base.Transport):
         return str(incoming), folder.newest()
 
     def prepare_push(self, sample: int | None) -> int:
-        still_open(self._writer).prepare_push()
+        writer = still_open(self._writer)
+        writer.prepare_push()
+        if self._folder is not None:  # on rank 0. Anew in each push: the trainer may have changed its config
+            shard_files.write_beside(writer.folder(1), self._files_beside())
         return 0
 
     def drop_workers(self, workers: Collection[int]) -> bool:
@@ -135,25 +136,16 @@ class FilesTransport(base.Transport):
     def abort(self) -> None:
         if self._folder is not None:
             self._folder.close()
-        self._folder, self._writer = None, None
+        self._folder, self._writer, self._files_beside = None, None, dict
 
 
 class _ShardWriter:
-    """One rank's writes for one plan: each push into a folder of its own, inside of `incoming`.
-
-    beside: further files of each version by name, on rank 0.
-    """
+    """One rank's writes for one plan: each push into a folder of its own, inside of `incoming`."""
 
     def __init__(
-        self,
-        plan: TransferPlan,
-        tensors: base.LocalTensors,
-        shards: Shards,
-        incoming: Path,
-        rank: int,
-        beside: Mapping[str, bytes],
+        self, plan: TransferPlan, tensors: base.LocalTensors, shards: Shards, incoming: Path, rank: int
     ) -> None:
-        self._shards, self._incoming, self._rank, self._beside = shards, incoming, rank, beside
+        self._shards, self._incoming, self._rank = shards, incoming, rank
         own = [[piece for piece in chunk.pieces if piece.rank == rank] for chunk in plan.chunks]
         self._layout = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
         self._slot = torch.empty(slot_bytes(self._layout), dtype=torch.uint8)
@@ -161,16 +153,16 @@ class _ShardWriter:
         self._gpus = tensors.gpus
         self.pushes = self._created = 0
 
-    def folder(self) -> Path:
-        """Return the folder of the push under way."""
-        return self._incoming / str(self.pushes)
+    def folder(self, later: int = 0) -> Path:
+        """Return the folder of the push under way, or `later` pushes after it."""
+        return self._incoming / str(self.pushes + later)
 
     def prepare_push(self) -> None:
         """Wait for the tensors. Make the folder of the next push, on rank 0."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
         if self._rank == 0 and self._created == self.pushes:
-            shard_files.create(self._incoming / str(self.pushes + 1), self._shards, self._beside)
+            shard_files.create(self.folder(1), self._shards, {})
             self._created += 1
 
     def write(self, number: int, seal: base.Seal | None) -> None:
