@@ -216,6 +216,26 @@ def test_a_config_without_a_class_is_refused_before_anything_is_written(
     assert_serves(host, 1)
 
 
+def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngine, tmp_path: Path):
+    """The layer has the embedding's memory, and is saved under the embedding's name alone."""
+    config = Saver("config.json", {"architectures": ["X"], "tie_word_embeddings": False})
+    pusher = Pusher(engine, tmp_path / "versions", config=config)
+    pusher.model.lm_head = nn.Linear(1, 1, bias=False)
+    pusher.model.lm_head.weight = pusher.model.embed.weight  # type: ignore[union-attr]
+    words = "lm_head.weight is tied to embed.weight, and the config says tie_word_embeddings=False"
+    with pusher.sync:
+        with pytest.raises(ConfigError, match=words):
+            pusher.push(2)
+        with pytest.raises(ConfigError, match=words):
+            weightsync.save(pusher.model, tmp_path / "saved", config=config)
+        config.content["tie_word_embeddings"] = True
+        pusher.push(2)
+        weightsync.save(pusher.model, tmp_path / "saved", config=config)
+    for folder in (tmp_path / "versions/version-00000001", tmp_path / "saved"):
+        assert_equal(read(folder), checkpoint(2))
+        assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+
+
 def test_a_push_that_fails_leaves_the_last_version_and_no_other(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
     pusher = Pusher(engine, tmp_path)
     pusher.push(2)
@@ -455,6 +475,18 @@ def test_two_ranks_save_what_transformers_loads(tmp_path: Path):
     assert set(names_in(own)) - {"model.safetensors"} <= set(names_in(tmp_path / "new"))
     new, old = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("new", "own"))
     assert new == old
+
+
+def test_a_model_tied_by_hand_is_loaded_as_it_was(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_models.build("qwen3", "A")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match=r"Set config.tie_word_embeddings = True"):
+        weightsync.save(model, tmp_path / "new")
+    model.config.tie_word_embeddings = True
+    weightsync.save(model, tmp_path / "new")
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
 
 
 def test_adapters_are_saved_merged(tmp_path: Path):

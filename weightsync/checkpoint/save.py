@@ -164,7 +164,7 @@ def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest
     if wrong:
         name, reason = next(iter(wrong.items()))
         raise ManifestError(f"{len(wrong)} tensors cannot be saved, such as {name}: {reason}", mismatched=wrong)
-    return Manifest(tuple(saved))
+    return Manifest(tuple(saved), manifest.tied)
 
 
 def _refuse_full(target: Path) -> None:

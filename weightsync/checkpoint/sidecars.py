@@ -24,7 +24,7 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
     """Return the files that `save_pretrained` of these objects writes, by file name. None objects are left out.
 
     `config.json` gets the dtype of the checkpoint's weights, for any dtype of the trainer. Raises `ConfigError` if it
-    names no class.
+    names no class, or if it does not tie the trainer's tied output layer.
     """
     with TemporaryDirectory() as folder:
         for thing in things:
@@ -39,10 +39,22 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
                 "the config names no class, and an engine cannot start without one: set config.architectures = "
                 "[type(model).__name__]"
             )
+        _check_output_layer(config, manifest)
         if (dtype := _dtype_of_weights(manifest)) is not None:
             _set_dtype(config, dtype)
         found[_CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     return found
+
+
+def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
+    """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie."""
+    told = [part.get("tie_word_embeddings") for part in (config, *config.values()) if isinstance(part, dict)]
+    for other, name in manifest.tied:
+        if other.endswith("lm_head.weight") and told[0] is False and True not in told:
+            raise ConfigError(
+                f"{other} is tied to {name}, and the config says tie_word_embeddings=False, so a loaded checkpoint "
+                "would have another output layer. Set config.tie_word_embeddings = True, or untie the two"
+            )
 
 
 def _dtype_of_weights(manifest: Manifest) -> str | None:
