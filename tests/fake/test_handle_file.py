@@ -260,13 +260,16 @@ def test_a_server_of_adapters_keeps_the_metric_that_pushes_of_them_read(option: 
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path):
+    from transformers import PretrainedConfig
+
     options = ["--weight-transfer-config={}", "--skip-tokenizer-init"]
     server = VllmServer(tmp_path / "nothing", *options, log=tmp_path / "log", start_timeout_s=120)
     assert repr(server) == f"<VllmServer('{tmp_path}/nothing') at http://127.0.0.1:{server.port}, not running>"
     earlier = tmp_path / "versions" / "version-00000004"
     earlier.mkdir(parents=True)
     (earlier.parent / ".incoming-0").mkdir()  # of a trainer that was killed
-    transport = CheckpointTransport(tmp_path / "versions", restart=True, keep_last=1)
+    config = PretrainedConfig(architectures=["X"])
+    transport = CheckpointTransport(tmp_path / "versions", restart=True, keep_last=1, config=config)
     sync = WeightSync("fsdp", transport, server)
     with pytest.raises(EngineError, match=r"(?s)ended with exit code .*leave --weight-transfer-config out") as raised:
         sync.push(torch.nn.Linear(2, 2))
@@ -314,6 +317,18 @@ def test_only_a_server_of_ours_is_ended_and_started_anew(tmp_path: Path):
         with pytest.raises(ConfigError, match=r"no tokenizer: give CheckpointTransport\(tokenizer=...\)"):
             WeightSync("fsdp", transport, VllmServer(tmp_path / "nothing", *options)).push(torch.nn.Linear(2, 2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_could_not_start_again_is_not_ended(tmp_path: Path):
+    server = VllmServer(tmp_path / "nothing", "--skip-tokenizer-init", log=tmp_path / "log")
+    transport = CheckpointTransport(tmp_path / "versions", restart=True)
+    with (
+        mock.patch.object(VllmServer, "restart") as restart,
+        pytest.raises(ConfigError, match=r"no config: give CheckpointTransport\(config=...\)"),
+    ):
+        WeightSync("fsdp", transport, server).push(torch.nn.Linear(2, 2))
+    restart.assert_not_called()
+    assert not (tmp_path / "versions").exists()
 
 
 TIERED = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [{"type": "fs"}]}}'

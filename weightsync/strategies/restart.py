@@ -19,6 +19,7 @@ from torch import nn
 from weightsync.checkpoint.locked_folder import VersionFolder
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES
 from weightsync.checkpoint.save import save_tensors
+from weightsync.checkpoint.sidecars import with_configs
 from weightsync.config import check_count
 from weightsync.engines.server import VllmServer
 from weightsync.errors import ConfigError, UnsupportedError
@@ -127,13 +128,12 @@ class SaveAndRestart(UpdateStrategy):
     def run(self, update: Update, model: Model) -> PushReport:
         ranks, options, transport = update.ranks, self._options, self._transport
         server: VllmServer | None = None  # rank 0 only
-        away_s = 0.0
         with update.timeline.during("plan"):
             OtherRanks(options.engines, options.timeout_s).meet(ranks, refuse="restart=True")
             self._finite.refuse(update, model)
-            version, incoming, target = 0, Path(), Path()
+            version, away_s, incoming, target = 0, 0.0, Path(), Path()
             if ranks.rank == 0:
-                server = self._server()
+                server = self._server(model)
                 folder = self._folder = self._folder or VersionFolder(Path(transport.folder).absolute())
                 version, away_s = update.choose_version(folder.newest()), server.start_timeout_s
                 incoming, target = folder.incoming(), folder.named(version)
@@ -163,18 +163,25 @@ class SaveAndRestart(UpdateStrategy):
             self._folder.close()
             self._folder = None
 
-    def _server(self) -> VllmServer:
-        server = self._options.engines.given
+    def _server(self, model: Model) -> VllmServer:
+        """Return the server, on rank 0. Raise an error if it could not start from a saved version of `model`."""
+        server, transport = self._options.engines.given, self._transport
         if not isinstance(server, VllmServer):
             raise ConfigError(
                 "restart=True ends and starts the engine: expected a weightsync.engines.VllmServer of this "
                 f"process, got a {type(server).__name__}"
             )
         check_options(server.options)
-        if self._transport.tokenizer is None and not server.has_option("--tokenizer", "--skip-tokenizer-init"):
+        if transport.tokenizer is None and not server.has_option("--tokenizer", "--skip-tokenizer-init"):
             raise ConfigError(
                 "the restarted server would have no tokenizer: give CheckpointTransport(tokenizer=...), or start the "
                 "server with --tokenizer, or with --skip-tokenizer-init"
+            )
+        *_, config, _, _ = with_configs(model, transport.config, None, None)
+        if config is None and not server.has_option("--hf-config-path"):
+            raise ConfigError(
+                "the restarted server would have no config: give CheckpointTransport(config=...), or start the server "
+                "with --hf-config-path"
             )
         return server
 
@@ -200,10 +207,9 @@ def check_options(options: Sequence[str]) -> None:
             )
         if gives(name, "--kv-offloading-backend") and value == "lmcache":
             raise UnsupportedError(f"the server is started with {name} {value}, a store that outlives it: {_LEAVE_OUT}")
-    if not any(gives(name, *_STORES) for name in names):
-        return
     found = _CONNECTOR.findall(" ".join(words).replace("kv-connector", "kv_connector"))
-    if not found or not _ENDS_WITH_ITS_SERVER.issuperset(found) or any(map(_OUTLIVES.search, words)):
+    ends = found and _ENDS_WITH_ITS_SERVER.issuperset(found) and not any(map(_OUTLIVES.search, words))
+    if not ends and any(gives(name, *_STORES) for name in names):
         raise UnsupportedError(
             f"the server is started with {' or '.join(_STORES)} for {', '.join(found) or 'a connector'}: {_LEAVE_OUT}"
         )
