@@ -190,11 +190,13 @@ def test_engine_that_was_told_nothing_goes_on_when_the_push_into_another_fails(
     assert all(engine.serves(5) and engine.version() == "3" for engine in (first, second, third))
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast", NIXL])
-def test_late_engine_catches_up_while_the_others_generate_on(engines: list[Named], transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_late_engine_catches_up_while_the_others_generate_on(
+    engines: list[Named], transport: str, tmp_path: Path
+) -> None:
     first, second = engines[:2]
     model = trainer_model(checkpoint(2))
-    with WeightSync("fsdp", transport, [first], timeout_s=TIMEOUT_S) as sync:
+    with WeightSync("fsdp", way(transport, tmp_path), [first], timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         sync.push(fill(model, 3))
         first.heard()
@@ -545,10 +547,27 @@ def test_engine_that_would_be_refused_alone_is_refused_beside_another(
         assert engines[0].serves(1)
 
 
-def change_from_ranks(rank: int, transport: str) -> None:
+def test_versions_of_a_folder_stay_as_they_are_while_engines_catch_up(engines: list[Named], tmp_path: Path) -> None:
+    model = trainer_model(checkpoint(2))
+    with WeightSync("fsdp", CheckpointTransport(tmp_path), [engines[0]], timeout_s=TIMEOUT_S) as sync:
+        sync.push(model)
+        written = (tmp_path / "version-00000001/model.safetensors").stat()
+        sync.engines.add(engines[1])
+        assert sync.catch_up(model) is not None
+        (incoming,) = tmp_path.glob(".incoming-*")
+        assert [path.name for path in incoming.iterdir()] == ["rank-0"], "the bytes are there twice"
+        sync.engines.remove(engines[0])
+        assert sync.push(fill(model, 3)).version == 2
+    assert (tmp_path / "version-00000001/model.safetensors").stat() == written
+    assert sorted(path.name for path in tmp_path.glob("version-*")) == ["version-00000001", "version-00000002"]
+    assert [engine.serves(seed) for engine, seed in zip(engines, (2, 3), strict=False)] == [True] * 2
+
+
+def change_from_ranks(rank: int, transport: str, folder: Path) -> None:
     engines = [Named(f"engine {number}") for number in range(3)]
     model = trainer_model(checkpoint(2))
-    with WeightSync("fsdp", transport, engines[:2] if rank == 0 else None, timeout_s=TIMEOUT_S) as sync:
+    engine = engines[:2] if rank == 0 else None
+    with WeightSync("fsdp", way(transport, folder), engine, timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         if rank == 0:
             sync.engines.add(engines[2])
@@ -565,9 +584,9 @@ def change_from_ranks(rank: int, transport: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
-def test_all_ranks_follow_what_rank_0_is_told(transport: str) -> None:
-    run_ranks(change_from_ranks, 2, transport)
+@pytest.mark.parametrize("transport", ["ipc", "broadcast", "checkpoint"])
+def test_all_ranks_follow_what_rank_0_is_told(transport: str, tmp_path: Path) -> None:
+    run_ranks(change_from_ranks, 2, transport, tmp_path)
 
 
 def add_elsewhere(rank: int) -> None:

@@ -366,10 +366,10 @@ class CopyWeights(FleetStrategy):
         fleet, pushed = self._fleet, self._memory.pushed
         if fleet is None or not sessions:
             return 0
-        newest = max(session.transport.newest_version for session in sessions)
         if not late or pushed is None:
+            newest = max(session.transport.newest_version for session in sessions)
             return update.choose_version(max(newest, fleet.newest_version))
-        newest = max(newest, *(one.newest_version for session in sessions for one in session.handles))
+        newest = max(one.newest_version for session in sessions for one in session.handles)
         if newest >= pushed.version:
             raise ConfigError(
                 f"an engine that is to catch up with version {pushed.version} has had version {newest}, and "

@@ -179,7 +179,7 @@ class Transport(ABC):
     sent_bytes: int = 0
     """Bytes sent by this rank's last `send`. Zero if workers read them themselves."""
     newest_version: int = 0
-    """The newest version that outlives engines. Rank 0 sets it in `prepare`. A push must have a newer version."""
+    """The newest version that outlives engines. Rank 0 sets it in `prepare`. Only `catch_up` pushes it again."""
     _owner: object = None
 
     def claim(self, owner: object, encoding: str | None, encoding_base: str | None = None) -> None:

@@ -14,6 +14,7 @@ used twice, and a rank's progress file exists before a worker opens it.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -130,7 +131,11 @@ class FilesTransport(base.Transport):
 
     def on_commit(self, version: int) -> None:
         assert self._folder is not None  # rank 0 has it
-        shard_files.publish(still_open(self._writer).folder(), self._folder.named(version))
+        written = still_open(self._writer).folder()
+        if version > self.newest_version:
+            shard_files.publish(written, self._folder.named(version))
+        else:  # engines have caught up with a version of the folder
+            shutil.rmtree(written, ignore_errors=True)
         self._folder.prune(self._keep_last)
 
     def abort(self) -> None:
