@@ -70,6 +70,7 @@ def test_a_server_shares_memory_restarts_from_a_version_and_leaves_a_stale_file(
                 assert other.push(of_b, version=9).version == 9
             assert server.pid != first
             assert engine.version() == "9"
+            assert 'weightsync_engine_version{worker="tp=0 pp=0 dp=0"} 9.0' in metrics(server)
             assert torch.equal(first_norm(), of_b.model.norm.weight)
             for words in ("closed its connection", "restarted since `attach`"):
                 with pytest.raises(WeightSyncError, match=words), sync.writing():

@@ -284,12 +284,20 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path):
 @pytest.mark.parametrize("given", [[], ["--served-model-name=policy"], ["--served_model_name", "policy"]])
 def test_a_restarted_server_serves_the_name_of_before(given: list[str], tmp_path: Path):
     server = VllmServer("Qwen/Qwen3-0.6B", *given, log=tmp_path / "log")
-    with mock.patch("weightsync.engines.server.Child") as child, mock.patch.object(VllmServer, "wait"):
+    started = []
+
+    def note(name: str, command: list[str], environment: dict[str, str], log: Path) -> Any:
+        started.append((command, environment.get("WEIGHTSYNC_VERSION")))
+        return mock.DEFAULT
+
+    with mock.patch("weightsync.engines.server.Child", side_effect=note), mock.patch.object(VllmServer, "wait"):
         server.start()
-        server.restart(tmp_path / "version-00000001")
+        server.restart(tmp_path / "version-00000001", version=1)
+        server.restart(tmp_path / "other")
         server.stop()
-    for call, model in zip(child.call_args_list, ("Qwen/Qwen3-0.6B", tmp_path / "version-00000001"), strict=True):
-        _, command = call.args[:2]
+    assert [version for _, version in started] == [None, "1", "0"]
+    served = "Qwen/Qwen3-0.6B", tmp_path / "version-00000001", tmp_path / "other"
+    for (command, _), model in zip(started, served, strict=True):
         assert command[3] == str(model)
         assert command[-2:] == ["--served-model-name", "Qwen/Qwen3-0.6B"] or command[-len(given) :] == given != []
 

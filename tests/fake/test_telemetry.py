@@ -70,6 +70,15 @@ def test_metrics_of_pushes_that_succeed(engine: FakeEngine, sample: Any) -> None
     assert sample("weightsync_engine_seconds_count", worker="tp=0", phase="load") == 2
 
 
+def test_an_engine_goes_on_from_the_version_that_it_started_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_VERSION", "9")
+    with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as engine:
+        assert value("weightsync_engine_version", worker="tp=0") == 9
+        with WeightSync("fsdp", "ipc", engine, timeout_s=30.0) as sync:
+            assert sync.push(trainer_model(checkpoint(2))).version == 10
+    assert value("weightsync_engine_version", worker="tp=0") == 10
+
+
 def test_metrics_of_a_push_that_fails_and_of_the_one_that_heals(engine: FakeEngine, sample: Any) -> None:
     model = trainer_model(checkpoint(2))
     with WeightSync("fsdp", "ipc", engine, timeout_s=30.0) as sync:

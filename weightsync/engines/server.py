@@ -15,6 +15,7 @@ from weightsync.errors import EngineError, SyncTimeoutError
 from weightsync.net import timeouts
 from weightsync.net.child import Child, free_port
 from weightsync.net.runtime import Deadline
+from weightsync.net.wire import VERSION_VARIABLE
 
 
 class VllmServer:
@@ -125,10 +126,15 @@ class VllmServer:
         """Return the exit code as text, with the end of the log. None: the process runs, or was not started."""
         return self._child.exit_report() if self._child is not None else None
 
-    def restart(self, model: str | os.PathLike[str]) -> None:
-        """End the server and start it with another model, at the same address. Raises as `start` does."""
+    def restart(self, model: str | os.PathLike[str], version: int = 0) -> None:
+        """End the server and start it with another model, at the same address. Raises as `start` does.
+
+        Args:
+            model: As for `VllmServer`.
+            version: The version of these weights, for the server's metrics and the next push.
+        """
         self.stop()
-        self._model = os.fspath(model)
+        self._model, self._environment[VERSION_VARIABLE] = os.fspath(model), str(version)
         self.start()
 
     def stop(self) -> None:

@@ -30,6 +30,8 @@ CLEAN, POISONED = "CLEAN", "POISONED"
 that failed once its workers had `Go`."""
 MAX_VERSION = 2**63 - 1
 """The largest version: a signed 64-bit integer."""
+VERSION_VARIABLE = "WEIGHTSYNC_VERSION"
+"""Name of the environment variable with the version of an engine's first weights."""
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
 _REASON_CHARS = 300

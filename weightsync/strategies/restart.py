@@ -145,7 +145,7 @@ class SaveAndRestart(UpdateStrategy):
         report: PushReport | None = None
         with update.timeline.during("restart"):
             if server is not None:
-                server.restart(target)
+                server.restart(target, version)
                 (engine,) = connect(server, options.timeout_s)
                 engine.set_version(str(version))
                 folder.prune(transport.keep_last)  # not before: a failed start keeps all older versions

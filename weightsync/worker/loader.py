@@ -10,6 +10,7 @@ a push it stays `POISONED`, and only a whole push heals it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from weightsync.errors import ManifestError, PeerError, ProtocolError, Unsupport
 from weightsync.kernels.first_use import prepare_kernels
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline, collector_paused, submit
-from weightsync.net.wire import CLEAN, POISONED, Connect, Done, Go, PlanRequest
+from weightsync.net.wire import CLEAN, POISONED, VERSION_VARIABLE, Connect, Done, Go, PlanRequest
 from weightsync.planning.layout import Manifest, ShardLocation, itemsize
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.transports import open_receiver
@@ -49,12 +50,12 @@ NewDeadline = Callable[[], Deadline]
 class Receiver:
     """One worker's receiver. It lives as long as the engine, and two threads must not use it at once.
 
-    version: the last committed version, 0 before the first.
+    version: the last committed version. Before the first commit: the version of the engine's first weights, or 0.
     state: CLEAN or POISONED.
     """
 
     def __init__(self, model: EngineModel) -> None:
-        self.version = 0
+        self.version = int(os.environ.get(VERSION_VARIABLE, "0"))
         self.state = CLEAN
         self._model = model
         self._kernels = submit("kernels", partial(prepare_kernels, model.device))
