@@ -141,7 +141,7 @@ class WeightSync:
             names once the engines generate again. "warn" checks all CPU tensors in each push. All GPU tensors are
             checked in the first push, then another sixteenth. "refuse" checks all tensors, and raises `NonFiniteError`
             before an engine is paused. "ignore" checks none. transport="lora" always refuses.
-        progress: Whether rank 0 shows a progress bar for pushes longer than a second. None: only on a terminal.
+        progress: Whether rank 0 shows a bar while weights are copied for over a second. None: only on a terminal.
         ranks: The processes that push together, in the docs "every rank". The first one is "rank 0". None: the default
             process group, or this process if there is none. A process group: its ranks alone. All make their objects in
             the same order. "alone": this process, with whole tensors. Any rank of a job may push "alone".

@@ -127,16 +127,6 @@ def test_each_push_leaves_a_version_and_the_last_ones_are_kept(host: ModuleHost,
     assert names_in(tmp_path) == sorted([*others, ".lock", "version-00000002", "version-00000003"])
 
 
-def test_what_is_frozen_is_in_every_version(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
-    selection = TensorSelection(frozen=("embed.weight", "layers.1.*"))
-    pusher = Pusher(engine, tmp_path, selection)
-    with pusher.sync:
-        for seed, version in ((2, 1), (3, 2)):
-            assert pusher.push(seed).nbytes == sum(tensor.nbytes for tensor in checkpoint(seed).values())
-            assert_serves(host, seed)
-            assert_equal(read(tmp_path / f"version-{version:08}"), checkpoint(seed))
-
-
 def test_one_file_needs_no_index(engine: FakeEngine, tmp_path: Path):
     with WeightSync("fsdp", CheckpointTransport(tmp_path), engine, timeout_s=10.0) as sync:
         sync.push(trainer_model(checkpoint(2)))

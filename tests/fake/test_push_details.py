@@ -735,6 +735,10 @@ def test_a_worker_has_its_whole_time_for_each_chunk(monkeypatch: pytest.MonkeyPa
             lambda sync, model: WeightSync("fsdp", CheckpointTransport("v", restart=True), pause="wait"),
             "pause: no effect with this CheckpointTransport",
         ),
+        *(
+            (lambda sync, model, way=way: WeightSync("fsdp", way, progress=True), "^progress: no effect with this")
+            for way in ("lora", "single_copy", CheckpointTransport("v", restart=True))
+        ),
         (lambda sync, model: WeightSync("fsdp", "broadcast", encoding="delta", verify="none"), "leave one of the two"),
         (lambda sync, model: WeightSync("fsdp", "gloo"), "choose .*CheckpointTransport"),
         (lambda sync, model: WeightSync("ipc", "fsdp"), "choose .*plain modules"),

@@ -235,6 +235,7 @@ def test_options_that_have_no_effect_are_refused():
     for kept in ({"backend": "deepspeed"}, {"backend": "fsdp", "quantize": "fp8"}):
         with pytest.raises(ConfigError, match="single_copy takes a plain model"):
             WeightSync(transport="single_copy", **kept)
+    WeightSync("fsdp", "single_copy", progress=False, rolling=False)  # nothing is asked for
 
 
 def worker(group: int, boot_id: str) -> Any:

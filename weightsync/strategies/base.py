@@ -30,7 +30,7 @@ from weightsync.worker.engine_model import DRAFTER
 
 logger = logging.getLogger(__name__)
 
-OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "encoding_base", "rolling")
+OF_COPIES = ("bucketer", "max_bytes", "verify", "on_engine_failure", "encoding", "encoding_base", "rolling", "progress")
 """Options with an effect only on pushes that copy weights."""
 
 
@@ -59,8 +59,12 @@ class Options(WeightSyncConfig):
             self.refuse_selection("quantize=None", "unquantized")
 
     def refuse(self, strategy: str, *names: str) -> None:
-        """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`."""
-        if given := [name for name in names if getattr(self, name) is not None]:
+        """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`.
+
+        False is no such option: nothing rolls, and no bar is shown.
+        """
+        values = {name: getattr(self, name) for name in names}
+        if given := [name for name, value in values.items() if value is not None and value is not False]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave these options out")
 
     def refuse_selection(self, strategy: str, *names: str) -> None:

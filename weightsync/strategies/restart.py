@@ -58,8 +58,8 @@ class CheckpointTransport:
 
     After a push of version 7, `folder/version-00000007` equals the output of `save_pretrained`. The folder has
     safetensors, an index for several files, the config, the generation config, and the given tokenizer. The folder
-    appears when everything is on the disk, before the engines generate again. Every version has all tensors, frozen
-    ones too, and the configs and the tokenizer as they are at its push.
+    appears when everything is on the disk, before the engines generate again. Every version has all tensors, and the
+    configs and the tokenizer as they are at its push.
 
     Args:
         folder: The folder of all versions, made if it is missing. All ranks and workers must see it under this path.
@@ -100,7 +100,7 @@ class CheckpointTransport:
 
     def open(self, options: Options) -> UpdateStrategy:
         """Return the strategy: `SaveAndRestart`, or `CopyWeights` over files."""
-        options.refuse_selection("this CheckpointTransport, whose versions are complete", "keep")
+        options.refuse_selection("this CheckpointTransport, whose versions are whole", "keep", "frozen", "only_trained")
         if self.restart:
             return SaveAndRestart(options, self)
         beside = (self.config, self.generation_config, self.tokenizer)
