@@ -123,8 +123,7 @@ class StandIns:
     """A fleet of workers with these frames as their answers."""
 
     host = "10.0.0.1"
-    handles = ()
-    """Engines that share keys and values with others; none here."""
+    handles = (SimpleNamespace(number=0, engine=SimpleNamespace(name="the engine"), workers=()),)
 
     def __init__(self, frames: Sequence[bytes]) -> None:
         self.frames, self.request_bytes = frames, 0
