@@ -365,8 +365,8 @@ class WeightSync:
     def close(self) -> None:
         """Disconnect from the engines. Not collective. Another trainer may push afterwards.
 
-        If others are made afterwards, every rank closes its objects, in the same order. Workers keep mapped memory
-        until the next trainer calls them.
+        If others are made afterwards, every rank closes its objects, in the same order. Workers unmap the trainer's
+        memory when they next generate, or another trainer calls them.
 
         Raises:
             ConfigError: This process was forked from the connected process, or a call of another thread is under way.

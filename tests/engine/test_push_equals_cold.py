@@ -6,8 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_models
 import torch
@@ -28,8 +30,10 @@ from engines import (
 from weightsync import PushReport, WeightSync
 from weightsync.errors import ManifestError
 from weightsync.fleet import connect
+from weightsync.net import timeouts
 from weightsync.tools.testing import check_engine
 from weightsync.transports import nccl
+from weightsync.transports.shared_handles import SHARED_MEMORY
 
 pytest_plugins = ["engine_fixtures"]
 pytestmark = pytest.mark.engine
@@ -102,6 +106,36 @@ def test_an_engine_of_two_workers_keeps_what_every_engine_promises(engines: Remo
     before = engines.call(Engines.ask)
     engines.call(check_client)
     assert_same(engines.call(Engines.ask), before, "nothing was pushed")
+
+
+def mappings(engines: Engines) -> int:
+    """Count the mappings of shared memory in the engine's workers."""
+    maps = [Path(f"/proc/{worker.pid}/maps").read_text() for worker in psutil.Process().children()]
+    return sum(each.count(f" {SHARED_MEMORY}/#") for each in maps)
+
+
+def push_and_close(engines: Engines, model: str) -> tuple[int, int]:
+    """Return how many mappings a push adds, and how many are left once an engine answers after the trainer's end."""
+    engines.release()
+    engines.ask()
+    time.sleep(timeouts.TRAINER_LOOK_S)
+    engines.ask()  # without an earlier trainer's memory
+    before = mappings(engines)
+    load(engines, model, "ipc", {})
+    push(engines, "B")
+    during = mappings(engines)
+    engines.release()
+    time.sleep(timeouts.TRAINER_LOOK_S)
+    engines.ask()
+    return during - before, mappings(engines) - before
+
+
+def test_workers_unmap_a_trainer_that_has_closed(engines: Remote):
+    model, tp = SERVED[-1]  # it is still running
+    engines.call(Engines.serve, model, tp, timeout_s=240)
+    added, left = engines.call(push_and_close, model)
+    assert added > 0
+    assert left == 0
 
 
 def push_between(trainer: Trainer, share: float) -> PushReport:

@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, trainer_model
 
 from weightsync import WeightSync
+from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
@@ -147,18 +149,38 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count(f" {SHARED_MEMORY}/#")
 
 
-def test_a_worker_unmaps_an_earlier_trainer_without_a_search_for_garbage():
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
     engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(0)))
-    counts = []
     gc.collect()
-    gc.disable()  # an engine's worker searches seldom
+    gc.disable()  # an engine's worker looks for garbage seldom
     try:
-        for seed in range(1, 5):
-            with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
-                sync.push(trainer_model(checkpoint(seed)))
-            counts.append(mapped())
+        yield engine
     finally:
         gc.enable()
         engine.close()
+
+
+def test_a_worker_unmaps_an_earlier_trainer_without_a_search_for_garbage(engine: FakeEngine):
+    counts = []
+    for seed in range(1, 5):
+        with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+            sync.push(trainer_model(checkpoint(seed)))
+        counts.append(mapped())
     assert counts[0] > 0
     assert max(counts[2:]) <= counts[1]
+
+
+def test_an_engine_that_answers_unmaps_a_trainer_that_has_closed(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timeouts, "TRAINER_LOOK_S", 0.0)
+    before = mapped()
+    model = trainer_model(checkpoint(1))
+    with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+        for _ in range(2):
+            sync.push(model)
+            engine.hosts[0].check_before_answer()  # the trainer has the engine, and its next push reads there again
+            assert mapped() > before
+    del sync, model
+    assert mapped() > before
+    engine.hosts[0].check_before_answer()
+    assert mapped() <= before

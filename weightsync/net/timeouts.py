@@ -72,6 +72,8 @@ LEASE_LOOK_S = 0.5
 """Pause between two reads by a trainer for a worker's `Ping`."""
 WORKER_LEASE_LOOK_S = 0.5
 """Pause between two reads by a worker for the trainer's `Ping`, while the worker runs the plan."""
+TRAINER_LOOK_S = 1.0
+"""Shortest pause between two checks by an answering engine whether its trainer has gone."""
 HOLDER_ANSWER_S = 10.0
 """Longest time for an engine's trainer to answer a `Ping`, when another trainer asks for the engine."""
 HEALTH_LOOK_S = 1.0

@@ -20,6 +20,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -64,6 +65,7 @@ class WorkerSession:
         """Whether the model has refused to answer since this was last set to False."""
         self._committed_over: Connection | None = None
         """The connection of the last commit. None once the model has answered: its caches were reset before."""
+        self._next_look = 0.0
         model.guard_forward(self._check_whole)
         telemetry.engine_serves(model.identity.name, self.receiver.version)
 
@@ -185,8 +187,8 @@ class WorkerSession:
                 f"another trainer is connected to this engine, or another WeightSync of this trainer: close it{way}",
                 who=self._name,
             )
-        if other is not None and isinstance(other.pop(), wire.Release):  # the trainer has closed its WeightSync
-            self._mapped_by.clear()
+        if other is not None:
+            self._note_release(other)
         writers = [each for each in self._mapped_by if is_running(each)]
         # Memory on a GPU cannot be taken back. No driver call ends another process's mapping, and CUDA graphs have
         # captured the addresses of the parameters.
@@ -221,9 +223,25 @@ class WorkerSession:
             if (problem := connection.reported()) is not None and "poisoned" in problem.facts:
                 self.receiver.state = wire.POISONED
 
+    def _let_go(self) -> None:
+        """Unmap the memory of a trainer that has closed its `WeightSync`, or has died. Look for it once in a while."""
+        connection, now = self._connection, time.monotonic()
+        if connection is None or self._serving or now < self._next_look:
+            return
+        self._next_look = now + timeouts.TRAINER_LOOK_S
+        if not connection.is_open() and connection.broken is None:  # a trainer is told of its invalid frame later
+            self._note_release(connection)
+            self.close()
+
+    def _note_release(self, connection: Connection) -> None:
+        """Note if the trainer has closed its `WeightSync`: it has then unmapped the parameters."""
+        if isinstance(connection.pop(), wire.Release):
+            self._mapped_by.clear()
+
     def _check_whole(self) -> None:
         """Raise if the weights are a mixture, or the caches of other weights, so that the engine does not answer."""
         self._look_back()
+        self._let_go()
         if self.receiver.state == wire.POISONED:
             self.has_refused = True
             raise errors.EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
