@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from weightsync import (
 from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.safetensors import INDEX, runs
 from weightsync.checkpoint.shard_files import check_seen
+from weightsync.checkpoint.sidecars import files_beside
+from weightsync.planning.layout import Manifest, TensorMeta
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -224,6 +226,23 @@ def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngi
     for folder in (tmp_path / "versions/version-00000001", tmp_path / "saved"):
         assert_equal(read(folder), checkpoint(2))
         assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize(
+    ("left_out", "saved", "text_config", "is_refused"),
+    [
+        ("embed_out.weight", "gpt_neox.embed_in.weight", {}, True),
+        ("model.embed_tokens.weight", "lm_head.weight", {}, True),
+        ("lm_head.weight", "model.embed_tokens.weight", {"tie_word_embeddings": True}, False),
+        ("mtp.lm_head.weight", "lm_head.weight", {}, False),
+        ("b.weight", "a.weight", {}, False),
+    ],
+)
+def test_a_tied_output_layer_is_known_by_its_name(left_out: str, saved: str, text_config: Any, is_refused: bool):
+    content = {"architectures": ["X"], "tie_word_embeddings": False, "text_config": text_config}
+    manifest = Manifest((TensorMeta(saved, (4, 2), "float32"),), ((left_out, saved),))
+    with pytest.raises(ConfigError, match=f"{left_out} is tied to {saved}") if is_refused else nullcontext():
+        files_beside([Saver("config.json", content)], manifest)
 
 
 def test_a_push_that_fails_leaves_the_last_version_and_no_other(host: ModuleHost, engine: FakeEngine, tmp_path: Path):

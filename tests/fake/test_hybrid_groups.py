@@ -231,7 +231,7 @@ def test_a_push_that_fails_leaves_the_cache_asleep(actor: WorkerGroup, engine: R
         with pytest.raises(ConfigError, match="the engines are asleep: call wake_up or push"):
             engine.generate(prompts_of(2), n=1)
         engine.wake_up()
-        assert woken(engine) == [["weights", "kv_cache"]]
+        assert woken(engine) == [["weights"], ["kv_cache"]]
         assert not engine.is_asleep
 
 
@@ -256,15 +256,17 @@ def test_engines_whose_sleep_failed_are_asleep_until_they_are_woken(
         check_awake(engine)
 
 
-def test_engines_that_woke_are_awake_although_another_failed(actor: WorkerGroup, engine: RolloutGroup):
+@pytest.mark.parametrize("late", [False, True])
+def test_engines_that_woke_are_awake_although_another_failed(actor: WorkerGroup, engine: RolloutGroup, late: bool):
     with engine.follow(actor) as sync:
         sync.push()
         engine.sleep()
-        ray.get(engine.actors[0].fail_once.remote("wake_up"))
+        ray.get(engine.actors[0].fail_once.remote("wake_up", late))
         with pytest.raises(WorkerError, match="wake_up raised RuntimeError") as failed:
             sync.push()
         assert failed.value.who == engine.names[0]
-        assert ray.get([each.sleeping.remote() for each in engine.actors]) == [{"weights", "kv_cache"}, {"kv_cache"}]
+        asleep = [{"kv_cache"} if late else {"weights", "kv_cache"}, {"kv_cache"}]
+        assert ray.get([each.sleeping.remote() for each in engine.actors]) == asleep
         engine.wake_up()
         check_awake(engine)
 
@@ -737,7 +739,8 @@ def test_a_job_that_died_while_it_saved_goes_on_as_if_it_had_not(cluster: None, 
     folder = tmp_path / "resumed"
     with pytest.raises(PeerError, match=r"Adam rank 1 on [\d.]+ died before it answered Adam\.save_state"):
         job(folder, 6, ends=True)
-    assert sorted(each.name for each in folder.iterdir()) == ["00000001", "00000002.partial", "die"]
+    whole_one, remains, _ = sorted(each.name for each in folder.iterdir())
+    assert (whole_one, remains[:9], remains[-8:]) == ("00000001", "00000002.", ".partial")
     (folder / "die").unlink()
     resumed = job(folder, 6)
     assert [*resumed] == [2, 3, 4, 5]

@@ -205,17 +205,21 @@ class StandIn:
         self.given = devices, options["enable_sleep_mode"]
         self.llm = LLM()
         self.asleep: set[str] = set()
-        self.failing = ""
+        self.failing, self.fails_late = "", False
 
-    def fail_once(self, method: str) -> None:
-        """Let the next call of a method raise, before it has done anything."""
-        self.failing = method
+    def fail_once(self, method: str, late: bool = False) -> None:
+        """Let the next call of a method raise, before it has done anything. `late`: once it has done all, by waking."""
+        self.failing, self.fails_late = method, late
 
     def begin(self, *call: Any) -> None:
         self.llm.log.append(call)
-        if self.failing == call[0]:
-            self.failing = ""
-            raise RuntimeError(f"no {call[0]}")
+        if not self.fails_late:
+            self.fail(call[0])
+
+    def fail(self, method: str) -> None:
+        if self.failing == method:
+            self.failing, self.fails_late = "", False
+            raise RuntimeError(f"no {method}")
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> Any:
         assert not self.asleep
@@ -233,6 +237,7 @@ class StandIn:
         if {*tags} <= self.asleep:  # else vLLM logs a warning, and wakes nothing
             self.asleep -= {*tags}
             self.llm.host.sleeps = "weights" in self.asleep
+        self.fail("wake_up")
 
     def sleeping(self) -> set[str]:
         return self.asleep

@@ -34,10 +34,15 @@ def completion(reason: str) -> SimpleNamespace:
     return SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)
 
 
-def answers(llm: Interrupted) -> Any:
+def engine_with(llm: Any) -> AsyncRolloutEngine:
     engine = AsyncRolloutEngine.__new__(AsyncRolloutEngine)
     engine.llm, engine._sampling, engine._final_only = llm, dict, None
-    return asyncio.run(engine.generate([[1, 2]], {"n": 2}))
+    engine._answering, engine._waiting = set(), None
+    return engine
+
+
+def answers(llm: Interrupted) -> Any:
+    return asyncio.run(engine_with(llm).generate([[1, 2]], {"n": 2}))
 
 
 def test_a_prompt_with_an_aborted_answer_is_asked_again():
@@ -49,6 +54,51 @@ def test_a_prompt_with_an_aborted_answer_is_asked_again():
 def test_an_answer_that_failed_is_an_error():
     with pytest.raises(EngineError, match="cut an answer short after 3 tokens, with the finish reason 'error'"):
         answers(Interrupted(("stop", "error")))
+
+
+class Slow:
+    """An `AsyncLLM` whose requests end when `may_end` is set. `calls` has the calls of sleep and wake-up."""
+
+    def __init__(self, is_paused: bool) -> None:
+        self.paused, self.errored = is_paused, False
+        self.may_end = asyncio.Event()
+        self.calls: list[Any] = []
+
+    async def generate(self, prompt: dict[str, list[int]], params: Any, request_id: str) -> AsyncIterator[Any]:
+        await self.may_end.wait()
+        yield SimpleNamespace(outputs=[completion("stop")])
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(level)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(tags)
+
+
+@pytest.mark.parametrize(
+    ("is_paused", "wakes", "calls"), [(False, False, [2]), (True, False, [2]), (False, True, [["weights"]])]
+)
+def test_sleep_waits_for_answers_that_can_come_and_until_a_wake_up(is_paused: bool, wakes: bool, calls: list[Any]):
+    async def run() -> list[Any]:
+        llm = Slow(is_paused)
+        engine = engine_with(llm)
+        answering = asyncio.create_task(engine.generate([[1]], {}))
+        await asyncio.sleep(0)
+        sleeping = asyncio.create_task(engine.sleep(2))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert llm.calls == (calls if is_paused else [])
+        if wakes:
+            await engine.wake_up(["weights"])
+        llm.may_end.set()
+        await asyncio.wait([sleeping])
+        assert len(await answering) == 1
+        return llm.calls
+
+    assert asyncio.run(run()) == calls
 
 
 class Trainer:

@@ -18,6 +18,8 @@ from weightsync.planning.layout import Manifest, itemsize
 from weightsync.sources.base import Model
 
 _CONFIG = "config.json"
+_HEADS = "lm_head.weight", "embed_out.weight"
+"""Ends of the names of output layers."""
 
 
 def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
@@ -48,9 +50,9 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
 
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
     """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie."""
-    told = [part.get("tie_word_embeddings") for part in (config, *config.values()) if isinstance(part, dict)]
-    for other, name in manifest.tied:
-        if other.endswith("lm_head.weight") and told[0] is False and True not in told:
+    whole, text = (part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
+    for other, name in manifest.tied if whole is False and text is not True else ():
+        if other.endswith(_HEADS) != name.endswith(_HEADS):  # not two heads, such as a drafter's
             raise ConfigError(
                 f"{other} is tied to {name}, and the config says tie_word_embeddings=False, so a loaded checkpoint "
                 "would have another output layer. Set config.tie_word_embeddings = True, or untie the two"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,11 +80,12 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
         shutil.rmtree(remains)
     older = _checkpoints(folder)
     path = folder / f"{int(older[-1].name) + 1 if older else 1:08}"
-    partial = path.with_suffix(_PARTIAL)
+    partial = path.with_suffix(f".{secrets.token_hex(4)}{_PARTIAL}")  # no node has one of this name from before
     partial.mkdir()
     for group in groups:
         (partial / group.role).mkdir()
         group.call_all("check_folder", partial / group.role)
+    for group in groups:
         group.call_all("save_state", partial / group.role)
     (partial / _STATE).write_text(text)
     for each in (*partial.rglob("*"), partial):

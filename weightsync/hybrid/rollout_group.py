@@ -217,7 +217,7 @@ class RolloutGroup:
 
         Each row of `prompts` comes `n` times in a row, with the new columns "answers", padded with 0, "answer_mask",
         "sampled_logprobs" and "version". The version is that of the begin of the call. If a push interrupts an
-        `AsyncLLM`, the next tokens are of a later version, and with `pause="abort"` all tokens. All engines get about
+        `AsyncLLM`, the next tokens are of a later version. With `pause="abort"` all tokens are. All engines get about
         as many tokens of prompts.
 
         prompts: the column "prompts" has token ids, padded or nested. For padded ones "prompt_mask" is true for real
@@ -262,7 +262,7 @@ class RolloutGroup:
     def wake_up(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """Take back the memory of these parts if they sleep. After level 2 the weights are undefined until a push.
 
-        Waits for every engine. A failed engine counts as asleep, the others as awake.
+        Waits for every engine. A part counts as asleep on an engine that has failed to wake it.
 
         Raises:
             ConfigError: A tag is neither "weights" nor "kv_cache".
@@ -270,9 +270,9 @@ class RolloutGroup:
         """
         if not {*tags} <= {WEIGHTS, KV_CACHE}:
             raise ConfigError(f"tags={tags!r}; expected a list of {WEIGHTS!r}, {KV_CACHE!r} or both")
-        # vLLM wakes nothing if one of the tags is awake already.
-        due = {one: [tag for tag in tags if tag in one.asleep] for one in self._present()}
-        self._call("wake_up", {one: one.actor.wake_up.remote(own) for one, own in due.items() if own}, woken=tags)
+        for tag in (WEIGHTS, KV_CACHE):  # one by one: vLLM wakes nothing if one of the tags is awake already
+            due = [one for one in self._present() if tag in one.asleep] if tag in tags else []
+            self._call("wake_up", {one: one.actor.wake_up.remote([tag]) for one in due}, woken=[tag])
 
     @property
     def takes_turns(self) -> bool:

@@ -74,9 +74,8 @@ def _describe(name: str, config: Any) -> list[str]:
     def plain(value: Any) -> Any:  # a set has another order in each process, and an object's text may have its address
         return sorted(value, key=str) if isinstance(value, set) else type(value).__name__
 
-    fields = {key: value for key, value in config.to_dict().items() if key not in _OF_ONE_RANK}
-    described = {"adapter": name, **fields}
-    return [f"{key}={json.dumps(value, sort_keys=True, default=plain)}" for key, value in described.items()]
+    fields = {"adapter": name} | {key: value for key, value in config.to_dict().items() if key not in _OF_ONE_RANK}
+    return [f"{key}={json.dumps(value, sort_keys=True, default=plain)}" for key, value in fields.items()]
 
 
 def _refuse_trained(model: nn.Module) -> None:

@@ -56,11 +56,12 @@ def settings_of(reading: Reading) -> list[str] | None:
 
 
 def check_settings(everyone: Sequence[list[str] | None]) -> None:
-    """Raise `ConfigError` if ranks with the same tensors compute them by different settings.
+    """Raise `ConfigError` if ranks with the same mark have different settings.
 
     The engines would get a mixture. A pipeline stage has its own tensors, and perhaps its own settings.
 
-    everyone: of each rank a mark of its tensors, and texts of its settings. None: the rank has no tensors.
+    everyone: of each rank a mark, such as `settings_of` makes of its tensors, and the settings as texts. None: no rank
+        is compared with this one.
     """
     first: dict[str, tuple[int, list[str]]] = {}
     for rank, (mark, *own) in [(rank, each) for rank, each in enumerate(everyone) if each is not None]:

@@ -77,22 +77,37 @@ class AsyncRolloutEngine:
         self._sampling = vllm.SamplingParams
         self._final_only = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         self.llm = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
+        self._answering: set[asyncio.Future[Any]] = set()
+        self._waiting: asyncio.Future[Any] | None = None  # a sleep's wait for the answers
 
     async def generate(self, prompts: Sequence[list[int]], sampling: dict[str, Any]) -> list[list[Answer]]:
         """Return the answers as `RolloutEngine.generate` does."""
+        answers = asyncio.gather(*(self._answers(prompt, sampling) for prompt in prompts))
+        self._answering.add(answers)
         try:
-            return await asyncio.gather(*(self._answers(prompt, sampling) for prompt in prompts))
+            return await answers
         except Exception:
             if self.llm.errored:
                 _end_actor()
             raise
+        finally:
+            self._answering.discard(answers)
 
     async def sleep(self, level: int) -> None:
-        """Put the engine to sleep when it has answered its requests, as a `RolloutEngine` does."""
-        await self.llm.sleep(level, mode="wait")
+        """Put the engine to sleep when it has answered, as a `RolloutEngine` does.
+
+        A paused engine answers nothing, and sleeps at once. Its requests begin anew when it has woken.
+        """
+        # Not by vLLM's mode "wait", which lets a paused engine go on, and sleeps in spite of a later `wake_up`.
+        if self._answering and not await self.llm.is_paused():
+            self._waiting = asyncio.ensure_future(asyncio.wait(self._answering))
+            await self._waiting
+        await self.llm.sleep(level)
 
     async def wake_up(self, tags: list[str]) -> None:
-        """Wake what these tags name, as `AsyncLLM.wake_up` does."""
+        """Wake what these tags name, as `AsyncLLM.wake_up` does. A `sleep` that still waits is given up."""
+        if self._waiting is not None:
+            self._waiting.cancel()
         await self.llm.wake_up(tags)
 
     async def _answers(self, prompt: list[int], sampling: dict[str, Any]) -> list[Answer]:

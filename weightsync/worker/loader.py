@@ -55,7 +55,7 @@ class Receiver:
     """
 
     def __init__(self, model: EngineModel) -> None:
-        self.version = int(os.environ.get(VERSION_VARIABLE, "0"))
+        self.version = int(os.environ.get(VERSION_VARIABLE) or "0")
         self.state = CLEAN
         self._model = model
         self._kernels = submit("kernels", partial(prepare_kernels, model.device))
