@@ -208,6 +208,9 @@ def _import(names: Sequence[str]) -> None:
         from vllm.distributed.device_communicators import shm_broadcast
         from vllm.platforms import current_platform as platform
 
+        # The first `/server_info` of a server asks pip, conda and a dozen programs what is installed.
+        found = types.SimpleNamespace(_asdict=dict)
+        importlib.import_module("vllm.collect_env").get_env_info = lambda: found
         if find_spec(name := "vllm.utils.cpu_resource_utils"):  # of the versions that run `lscpu` several times a start
             cores = importlib.import_module(name)
             cores._get_cpu_list = functools.cache(cores._get_cpu_list)
