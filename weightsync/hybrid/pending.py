@@ -13,7 +13,7 @@ from weightsync.net.runtime import Deadline
 
 _DEATHS = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
 """The second is raised if an actor had answered, and its node died before the answer was fetched."""
-_NEWS_S = 1.0
+NEWS_S = 1.0
 """Seconds that a failed call waits for the other actors' results.
 
 The peers of a dead actor raise before Ray reports its death, and the death is the first cause.
@@ -81,9 +81,9 @@ class Pending:
             self._failure = self._first_cause()
         raise self._failure
 
-    def running(self) -> list[str]:
-        """Return the names of the actors without an answer so far."""
-        return [self._names[ref] for ref in self._by_now()[1]]
+    def running(self, wait_s: float = 0.0) -> list[str]:
+        """Return the names of the actors without an answer, if all have not answered within `wait_s`."""
+        return [self._names[ref] for ref in self._by_now(wait_s)[1]]
 
     def has_ended(self) -> bool:
         """Return whether `results` returns or raises at once."""
@@ -104,9 +104,9 @@ class Pending:
             self._failure = self._first_cause()
         return self._failure
 
-    def _by_now(self) -> tuple[list[Any], list[Any]]:
+    def _by_now(self, wait_s: float = 0.0) -> tuple[list[Any], list[Any]]:
         """Return the refs with results, and the refs without results so far."""
-        ended, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=0, fetch_local=False)
+        ended, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=wait_s, fetch_local=False)
         return ended, waiting
 
     def _first_cause(self) -> WeightSyncError:
@@ -116,7 +116,7 @@ class Pending:
                 return earlier
         refs = self.refs
         ended, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-        later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=_NEWS_S) if waiting else ([], [])
+        later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=NEWS_S) if waiting else ([], [])
         failed = [(ref, error) for ref in (*ended, *later, *lost) if (error := raised(ref)) is not None]
         dead = [(ref, error) for ref, error in failed if isinstance(error, _DEATHS)]
         ref, error = (dead or failed)[0]
@@ -192,7 +192,7 @@ def raised(ref: Any) -> Exception | None:
 
 def has_died(ref: Any) -> bool:
     """Return whether an actor has died. `ref` is a call that takes no time. A busy actor has not died."""
-    ended, _ = ray.wait([ref], timeout=_NEWS_S)
+    ended, _ = ray.wait([ref], timeout=NEWS_S)
     return bool(ended) and isinstance(raised(ref), _DEATHS)
 
 

@@ -10,7 +10,7 @@ import ray
 
 from weightsync.errors import ConfigError, PeerError
 from weightsync.hybrid.dispatch import Call, Place
-from weightsync.hybrid.pending import Pending, Waited
+from weightsync.hybrid.pending import NEWS_S, Pending, Waited
 from weightsync.hybrid.pool import WORKERS, ResourcePool
 from weightsync.hybrid.worker import Process, Unsplit, Worker
 
@@ -104,9 +104,9 @@ class Processes:
             raise ConfigError(f"{doing} cannot begin, because the processes are closed: make a new group")
         self._under_way = [each for each in self._under_way if each.running()]
         for each in self._under_way:
-            if each.has_failed():
+            if each.has_failed() and (late := each.running(NEWS_S)):
                 raise PeerError(
-                    f"{', '.join(each.running())} cannot begin {doing}: {each.doing} has failed in another process "
+                    f"{', '.join(late)} cannot begin {doing}: {each.doing} has failed in another process "
                     "and still runs here. Close the group, and make another on the same pool",
                     phase=doing,
                 )
