@@ -57,8 +57,6 @@ class WorkerSession:
         self._update_open = False
         self._serving = False
         self._fence = os.environ.get(VARIABLE, "")
-        self._place = model.identity
-        """The worker's place in the whole engine. The last trainer's `InitInfo` tells the number of cores."""
         self._mapped_by: set[str] = set()
         """The processes with write access to the parameters."""
         self.has_refused = False
@@ -104,23 +102,23 @@ class WorkerSession:
         if self._has_met(info.session) and self._trainer.engine == info.engine:
             return True
         self._look_back()
-        self._place = self._model.identity.in_engine(info.cores)
+        place = self._model.identity.in_engine(info.cores)
         device, gpu_uuid = describe_device(self._model.device)
         hello = wire.Hello(
             protocol=wire.PROTOCOL,
             role="worker",
             group=info.engine,
-            rank=self._place.rank,
-            world=self._place.world,
+            rank=place.rank,
+            world=place.world,
             boot_id=boot_id(),
             device=device,
             gpu_uuid=gpu_uuid,
-            name=self._place.name,
+            name=place.name,
             version=self.receiver.version,
             state=self.receiver.state,
             update_open=self._update_open,
-            kv_role=self._place.kv_role,
-            shares_experts=self._place.cores > info.cores,
+            kv_role=place.kv_role,
+            shares_experts=place.cores > info.cores,
         )
         connection = self._reach(info, hello)
         try:
@@ -163,7 +161,7 @@ class WorkerSession:
         if info.process != self._trainer.process:
             self._take_memory_back()
         self._connection, self._trainer = connection, info
-        if self._fence and self._place.rank == 0:
+        if self._fence and self._model.identity.in_engine(info.cores).rank == 0:
             note_session(self._fence, info.session)
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> errors.WeightSyncError:
@@ -187,8 +185,7 @@ class WorkerSession:
                 f"another trainer is connected to this engine, or another WeightSync of this trainer: close it{way}",
                 who=self._name,
             )
-        if other is not None:
-            self._note_release(other)
+        self._note_release(other)
         writers = [each for each in self._mapped_by if is_running(each)]
         # Memory on a GPU cannot be taken back. No driver call ends another process's mapping, and CUDA graphs have
         # captured the addresses of the parameters.
@@ -233,9 +230,9 @@ class WorkerSession:
             self._note_release(connection)
             self.close()
 
-    def _note_release(self, connection: Connection) -> None:
+    def _note_release(self, connection: Connection | None) -> None:
         """Note if the trainer has closed its `WeightSync`: it has then unmapped the parameters."""
-        if isinstance(connection.pop(), wire.Release):
+        if connection is not None and isinstance(connection.pop(), wire.Release):
             self._mapped_by.clear()
 
     def _check_whole(self) -> None:
@@ -347,7 +344,7 @@ class WorkerSession:
                     self.receiver.connect(message, wait, self._deadline(), tell)
                 return wire.Connected()
             case wire.ExportParameters():
-                exported = self.receiver.export(self._place.rank)
+                exported = self.receiver.export(self._model.identity.in_engine(self._trainer.cores).rank)
                 self._mapped_by = set(message.processes)
                 return wire.ParametersExported(self.engine_instance, *exported)
             case wire.Ready():
