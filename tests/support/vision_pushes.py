@@ -27,7 +27,6 @@ from torch import nn
 from vision_models import PROMPTS, QWEN_PROMPT, make_vision_model
 
 Answers = list[list[tuple[int, float]]]
-freeze = gc.freeze  # the program below replaces it
 WORDS = ([5, 6, 7, 8], [40, 41], list(range(20, 60)))
 HERE = Path(__file__).parent
 TORCHVISION = Path(sys.prefix, "torchvision")
@@ -322,7 +321,7 @@ def start(kind: str, has_tower: bool, folder: Path, **more: Any) -> Any:
         platform.register_triton_kernel_overrides = functools.cache(platform.register_triton_kernel_overrides)
         options = {"enforce_eager": True}
     gc.collect()
-    freeze()  # vLLM collects garbage often as it starts and ends, and would look through all that is imported
+    zygote.freeze()  # vLLM collects garbage often as it starts and ends, and would look through all that is imported
     return LLM(
         str(folder), dtype="bfloat16", max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=64 << 20,
         gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
