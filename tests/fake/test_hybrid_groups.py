@@ -163,6 +163,30 @@ def test_a_failure_that_nobody_asked_for_keeps_others_from_beginning(actor: Work
         actor.where()
     (tmp_path / "end").touch()
     wait_until_idle(actor)
+    with pytest.raises(WorkerError):
+        later.result()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_push_raises_the_failure_of_a_step_that_nobody_asked_for(
+    actor: WorkerGroup, engine: RolloutGroup, tmp_path: Path, is_known: bool
+):
+    with engine.follow(actor) as sync:
+        version = sync.push().version
+        later = actor.fail.remote("theirs", 1)
+        while is_known and later.pending.failure() is None:
+            time.sleep(0.05)
+        if is_known:
+            assert actor.nothing() == 0  # other calls go on, as Ray's do
+        with pytest.raises(WorkerError, match=r"(?s)KeyError.*was not asked for, so the push has not begun"):
+            sync.push()
+        assert sync.push().version == version + 1
+        actor.fail.remote("ours", 0)
+        with pytest.raises(ManifestError, match="was not asked for, so the checkpoint has not begun"):
+            save_job(tmp_path, {}, actor)
+        with pytest.raises(WorkerError):
+            actor.fail.remote("theirs", 1).result()
+        assert sync.push().version == version + 2
 
 
 def wait_until_idle(actor: WorkerGroup) -> None:

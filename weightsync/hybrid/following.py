@@ -65,12 +65,14 @@ class GroupSync:
         Raises:
             ConfigError: The sync was closed, or the engines follow another sync.
             WeightSyncError: As for `WeightSync.push`. Engines that slept then have no KV cache until a push succeeds.
+                Or the failure of an earlier `remote` call whose result was not asked for.
         """
         if self._is_closed or not self._engines.is_followed_by(self):
             raise ConfigError(
                 f"the engines no longer follow this GroupSync of {self._trainer.role}: it was closed, or `follow` was "
                 "called again. Push through the newest GroupSync"
             )
+        self._trainer.processes.check_steps("the push")
         self._engines.take_in()
         self._engines.wake_up([WEIGHTS])
         self.check_placement()

@@ -66,7 +66,8 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
 
     Raises:
         ConfigError: A value is not JSON, `keep` is less than 1, or a worker's node does not share the folder.
-        WeightSyncError: As for a call of a `WorkerGroup`.
+        WeightSyncError: As for a call of a `WorkerGroup`. Or the failure of an earlier `remote` call whose result was
+            not asked for.
     """
     try:
         text = json.dumps(dict(state), indent=2)
@@ -74,6 +75,8 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
         raise ConfigError(f"the state of a job must be JSON, and {error}: convert it first") from error
     if keep < 1:
         raise ConfigError(f"keep={keep}; expected at least 1, because the new checkpoint is one")
+    for group in groups:
+        group.processes.check_steps("the checkpoint")
     folder = Path(folder).absolute()  # workers have other working directories
     folder.mkdir(parents=True, exist_ok=True)
     for remains in folder.glob(f"*{_PARTIAL}"):

@@ -89,6 +89,17 @@ class Pending:
         """Return whether `results` returns or raises at once."""
         return self._deadline.passed() or not self.running() or self.has_failed()
 
+    def await_end(self) -> None:
+        """Wait until all actors have answered, one has failed, or the deadline has passed. Fetches no result."""
+        waiting = self.refs
+        while waiting and not self.has_failed() and not self._deadline.passed():
+            _, waiting = ray.wait(waiting, timeout=self._deadline.left_s(), fetch_local=False)
+
+    def unasked(self) -> WeightSyncError | None:
+        """Return the failure so far, unless a call's `results` has raised it."""
+        failure = self.failure()
+        return failure if failure is not None and failure.__traceback__ is None else None
+
     def late(self) -> tuple[str, list[str]]:
         for each in self._after:
             if (found := each.late())[1]:

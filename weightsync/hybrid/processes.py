@@ -70,6 +70,17 @@ class Processes:
         self._under_way.append(pending)
         return pending
 
+    def check_steps(self, doing: str) -> None:
+        """Wait for the calls under way, and raise a failure that no `result` has raised.
+
+        Ranks may have taken the step or not. Their weights would be a mixture.
+        """
+        for each in self._under_way:
+            each.await_end()
+            if (failure := each.unasked()) is not None:
+                failure.message += f" (`result()` of this call was not asked for, so {doing} has not begun)"
+                raise failure
+
     def close(self) -> None:
         """End the processes, and give the pool back."""
         if self._actors:
@@ -102,7 +113,7 @@ class Processes:
         """
         if not self._actors:
             raise ConfigError(f"{doing} cannot begin, because the processes are closed: make a new group")
-        self._under_way = [each for each in self._under_way if each.running()]
+        self._under_way = [each for each in self._under_way if each.running() or each.unasked() is not None]
         for each in self._under_way:
             if each.has_failed() and (late := each.running(NEWS_S)):
                 raise PeerError(
