@@ -402,17 +402,6 @@ def call_attention_hook(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make tensors in this dtype, unless they name another one, until the context ends."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
 def vllm_scope(vllm_config: VllmConfig, device: torch.device) -> Iterator[None]:
     """Set up the context that vLLM 0.21-0.26 lacks around calls of a weight transfer engine. Later versions set it up.
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightsync.vllm import compat
 from weightsync.worker.engine_model import DRAFTER
@@ -68,7 +69,7 @@ def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.devi
 
     `device` is the running model's. The running model and its registers are not changed.
     """
-    with compat.default_dtype(model_config.dtype):
+    with set_default_torch_dtype(model_config.dtype):
         try:
             with torch.device("meta"), _IndicesOn(device):
                 model = _initialise(vllm_config, model_config, prefix)
@@ -86,7 +87,7 @@ def build_with_values(vllm_config: VllmConfig, model_config: Any, device: torch.
 
     Tensors that are only allocated are on the `meta` device.
     """
-    with compat.default_dtype(model_config.dtype), torch.device(device), _WeightsOnMeta():
+    with set_default_torch_dtype(model_config.dtype), torch.device(device), _WeightsOnMeta():
         return _initialise(vllm_config, model_config, prefix)
 
 

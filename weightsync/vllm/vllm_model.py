@@ -14,6 +14,7 @@ import vllm
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from weightsync.errors import UnsupportedError, first_few
 from weightsync.kernels.rows import AllReduceMax
@@ -167,7 +168,7 @@ class VllmModel:
         if self._drafter is not None and self._drafts_apart:
             prefix, drafters = f"{DRAFTER}.", model is not self._pristine
             weights = ((name.removeprefix(prefix), w) for name, w in weights if name.startswith(prefix) == drafters)
-        with compat.default_dtype(self.dtype):  # as at a start: the loader may make parameters
+        with set_default_torch_dtype(self.dtype):  # as at a start: the loader may make parameters
             return loader(weights)
 
     def passes_over(self, name: str) -> bool:
@@ -262,7 +263,7 @@ class VllmModel:
             if compat.has_released(module):
                 continue
             before = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
-            with compat.default_dtype(self.dtype):  # as at a start: the hook may make parameters
+            with set_default_torch_dtype(self.dtype):  # as at a start: the hook may make parameters
                 compat.call_attention_hook(module, self.dtype)
             for key, old in before.items():
                 new = vars(module).get(key)
