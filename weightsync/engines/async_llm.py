@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from weightsync.engines.calls import wait
-from weightsync.engines.vllm_engine import VllmEngine, as_request
+from weightsync.engines.vllm_engine import VllmEngine, invoke
 from weightsync.errors import ConfigError, EngineUnreachableError
 from weightsync.vllm.llm_object import died
 
@@ -18,16 +18,13 @@ class AsyncEngine(VllmEngine):
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._loop_here = _running_loop()
 
-    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
+    def _call(self, method: str, *args: Any, doing: str = "", front: bool = False, **kwargs: Any) -> Any:
         loop = self.loop()  # may raise, so before the coroutine is made: Python warns of one that never runs
-        answer = asyncio.run_coroutine_threadsafe(getattr(self._engine, method)(*args, **kwargs), loop)
+        answer = asyncio.run_coroutine_threadsafe(invoke(self._engine, front, method, args, kwargs), loop)
         try:
             return wait(answer, doing or method, self.timeout_s, self.name, lambda: died(self._engine))
         finally:
             answer.cancel()
-
-    def _call_front(self, method: str, *args: Any) -> Any:
-        return self._call(method, *map(as_request, args))
 
     def loop(self) -> asyncio.AbstractEventLoop:
         """Return the engine's event loop.

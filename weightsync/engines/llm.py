@@ -9,10 +9,10 @@ from typing import Any
 
 from weightsync.engines.base import AwaitAnswer, SpmdPart
 from weightsync.engines.calls import RESET, CallLock, as_ours, caches_not_reset, wait
-from weightsync.engines.vllm_engine import VllmEngine, as_request
+from weightsync.engines.vllm_engine import VllmEngine, invoke
 from weightsync.net import timeouts
 from weightsync.net.runtime import submit
-from weightsync.vllm.llm_object import STAMP, core_process, died, front_of, send_to_core, takes_calls_ahead
+from weightsync.vllm.llm_object import STAMP, core_process, died, send_to_core, takes_calls_ahead
 
 
 class LlmEngine(VllmEngine):
@@ -95,11 +95,8 @@ class LlmEngine(VllmEngine):
         if wait(answer, doing, timeout_s, self.name, lambda: died(self._engine)) is False and doing == RESET:
             raise caches_not_reset(self.name)
 
-    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        return self._run(doing or method, lambda: getattr(self._engine, method)(*args, **kwargs))
-
-    def _call_front(self, method: str, *args: Any) -> Any:
-        return self._run(method, lambda: getattr(front_of(self._engine), method)(*map(as_request, args)))
+    def _call(self, method: str, *args: Any, doing: str = "", front: bool = False, **kwargs: Any) -> Any:
+        return self._run(doing or method, partial(invoke, self._engine, front, method, args, kwargs))
 
     def _run(self, doing: str, call: Callable[[], Any]) -> Any:
         self._turns.acquire(doing)

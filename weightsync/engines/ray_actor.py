@@ -12,11 +12,11 @@ from typing import Any
 
 from weightsync.engines.async_llm import AsyncEngine
 from weightsync.engines.calls import LOCAL, CallLock, as_ours, limit_s, too_late
-from weightsync.engines.vllm_engine import Answer, VllmEngine, as_request, setup_of
+from weightsync.engines.vllm_engine import Answer, VllmEngine, invoke, setup_of
 from weightsync.errors import ConfigError, EngineUnreachableError, SyncTimeoutError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
-from weightsync.vllm.llm_object import died, front_of, vllm_class
+from weightsync.vllm.llm_object import died, vllm_class
 
 
 class RayEngine(VllmEngine):
@@ -73,13 +73,8 @@ class RayEngine(VllmEngine):
     def _is_async(self) -> bool:
         return self._setup["kind"] == "AsyncLLM"
 
-    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        return self._call_inside(False, method, args, kwargs, doing or method)
-
-    def _call_front(self, method: str, *args: Any) -> Any:
-        return self._call_inside(True, method, args, {}, method)
-
-    def _call_inside(self, front: bool, method: str, args: Any, kwargs: dict[str, Any], doing: str) -> Any:
+    def _call(self, method: str, *args: Any, doing: str = "", front: bool = False, **kwargs: Any) -> Any:
+        doing = doing or method
         if not self._is_async:
             return self._take_turn(doing, _call, front, method, args, kwargs)
         deadline = Deadline(limit_s(doing, self.timeout_s))
@@ -154,8 +149,7 @@ def _answer(actor: Any, question: Callable[[Any], Answer]) -> Answer:
 
 
 def _call(actor: Any, front: bool, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-    engine = _inside(actor)
-    return getattr(front_of(engine) if front else engine, method)(*map(as_request, args), **kwargs)
+    return invoke(_inside(actor), front, method, args, kwargs)
 
 
 def _begin(actor: Any, call: str, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> None:

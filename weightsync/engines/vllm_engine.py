@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
@@ -52,12 +52,8 @@ class VllmEngine(ABC):
             logger.warning(calls.STILL_ASLEEP, self.name)
 
     @abstractmethod
-    def _call(self, method: str, *args: Any, doing: str = "", **kwargs: Any) -> Any:
-        """Call the engine's `method`, and wait for the answer. Errors name the call `doing`, or else `method`."""
-
-    @abstractmethod
-    def _call_front(self, method: str, *args: Any) -> Any:
-        """Call a method of `front_of(engine)`, and wait for the answer. A `LoraAdapter` becomes a `LoRARequest`."""
+    def _call(self, method: str, *args: Any, doing: str = "", front: bool = False, **kwargs: Any) -> Any:
+        """Make a call as `invoke` does, and wait for the answer. Errors name the call `doing`, or else `method`."""
 
     def _ask(self, question: Callable[[Any], Answer]) -> Answer:
         """Return `question(engine)`, called in the engine's process. Does not wait for the engine's other calls."""
@@ -101,7 +97,7 @@ class VllmEngine(ABC):
     def reset_caches(self) -> None:
         self._reset_prefix_cache()
         if self._setup["encodes"] != "no":
-            self._call_front("reset_encoder_cache")
+            self._call("reset_encoder_cache", front=True)
 
     def _reset_prefix_cache(self, connector: bool = True) -> None:
         connector &= bool(self._setup["connector"])  # vLLM before 0.23 refuses to reset a connector that is not there
@@ -127,7 +123,7 @@ class VllmEngine(ABC):
     def load_adapter(self, adapter: LoraAdapter) -> None:
         self._check_bound(adapter, NOT_LOADED)
         # Its workers' lists are no proof afterwards: adapters of other requests may have replaced it by then.
-        if not self._call_front("add_lora", adapter):
+        if not self._call("add_lora", adapter, front=True):
             raise EngineError(f"vLLM's workers have not loaded the adapter {adapter.name}", who=self.name)
         self._check_bound(adapter, adapter.id)
 
@@ -141,10 +137,10 @@ class VllmEngine(ABC):
         check_bound(adapter, answers, self.name)
 
     def unload_adapter(self, adapter: LoraAdapter) -> None:
-        self._call_front("remove_lora", adapter.id)
+        self._call("remove_lora", adapter.id, front=True)
 
     def has_adapter(self, adapter: LoraAdapter) -> bool:
-        return adapter.id in self._call_front("list_loras")
+        return adapter.id in self._call("list_loras", front=True)
 
     def adapters_in_use(self) -> set[str]:
         return self._ask(lora_names_in_use)
@@ -153,7 +149,12 @@ class VllmEngine(ABC):
 # These functions run in the engine's process, perhaps a Ray actor.
 
 
-def as_request(argument: Any) -> Any:
+def invoke(engine: Any, front: bool, method: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a method of an engine, or of `front_of(engine)`."""
+    return getattr(front_of(engine) if front else engine, method)(*map(_as_request, args), **kwargs)
+
+
+def _as_request(argument: Any) -> Any:
     """Return the `LoRARequest` of a `LoraAdapter`. Return other arguments unchanged."""
     if not isinstance(argument, LoraAdapter):
         return argument
