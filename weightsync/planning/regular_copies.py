@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from msgspec.structs import replace
 
 from weightsync.planning.layout import CopyOp
+
+_form = attrgetter("param", "chunk", "size", "rank", "storage", "src_stride", "src_dtype", "dst_stride")
+"""Returns all but the name and the offsets. Copies that differ in these alone may be joined."""
 
 
 def join_regular(ops: Iterable[CopyOp]) -> list[CopyOp]:
@@ -24,33 +28,16 @@ def join_regular(ops: Iterable[CopyOp]) -> list[CopyOp]:
 
 def _join_runs(ops: Sequence[CopyOp]) -> list[CopyOp]:
     """Join each run of neighbours at equal distances. The joined copies may themselves be such neighbours."""
-    found: list[CopyOp] = []
-    first = last = None
-    count, step = 1, (0, 0)
+    runs: list[tuple[CopyOp, CopyOp, int, tuple[int, int]]] = []  # first, last, count, and the step to each next one
     for op in ops:
-        if first is not None and last is not None and _is_like(first, op):
+        if runs and _form(runs[-1][0]) == _form(op):
+            first, last, count, step = runs[-1]
             ahead = op.src_offset - last.src_offset, op.dst_offset - last.dst_offset
             if min(ahead) > 0 and (count == 1 or ahead == step):
-                count, step, last = count + 1, ahead, op
+                runs[-1] = first, op, count + 1, ahead
                 continue
-        if first is not None:
-            found.append(_joined(first, count, step))
-        first = last = op
-        count = 1
-    return found if first is None else [*found, _joined(first, count, step)]
-
-
-def _is_like(op: CopyOp, other: CopyOp) -> bool:
-    return (
-        op.size == other.size
-        and op.param == other.param
-        and op.chunk == other.chunk
-        and op.storage == other.storage
-        and op.rank == other.rank
-        and op.src_stride == other.src_stride
-        and op.dst_stride == other.dst_stride
-        and op.src_dtype == other.src_dtype
-    )
+        runs.append((op, op, 1, (0, 0)))
+    return [_joined(first, count, step) for first, _, count, step in runs]
 
 
 def _joined(first: CopyOp, count: int, step: tuple[int, int]) -> CopyOp:

@@ -398,8 +398,6 @@ def _cut(tensor: _Part, load: Load, max_bytes: int) -> list[_Part]:
     A row larger than `max_bytes` is cut too.
     """
     peak = _peak(tensor.held)
-    if peak * _FINENESS <= max_bytes:
-        return [tensor]
     rows = [piece.box.size[0] for piece in tensor.pieces if piece.box.size]
     count = max(-(-peak // max_bytes), min([-(-peak * _FINENESS // max_bytes), *rows]))
     if count <= 1:
