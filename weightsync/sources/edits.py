@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Protocol, TypeAlias
 
 import torch
@@ -33,6 +34,12 @@ class Edit(Protocol):
 
     def settings(self) -> str:
         """Return a text of the state beside tensors that the result depends on."""
+
+
+@cache
+def stand_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return one element, the same each time: a model that has not moved is then read as before."""
+    return torch.empty((), dtype=dtype, device=device)
 
 
 def edited(edits: Sequence[Edit], shape: tuple[int, ...], values: torch.Tensor, box: Box, whole: Whole) -> torch.Tensor:

@@ -127,10 +127,8 @@ class MegatronSource(LocalSource):
 def _sources(chunk: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers under Megatron's names."""
     for prefix, module in chunk.named_modules():
-        dot = "." if prefix else ""
-        for name, tensor in own_tensors(module):
-            if buffers or name in module._parameters:
-                yield f"{prefix}{dot}{name}", tensor
+        for name, tensor in own_tensors(module, buffers):
+            yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 # --- The model and its mesh
@@ -174,10 +172,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the `GPTModel` inside `Float16Module` and Megatron's `DistributedDataParallel`."""
     refuse_overlap(model)
     module = model
-    while not hasattr(module, "decoder"):
-        inner = module._modules.get("module")
-        if inner is None:
-            break
+    while not hasattr(module, "decoder") and (inner := module._modules.get("module")) is not None:
         module = inner
     absent = [name for name in ("decoder", "config", "pre_process", "pg_collection") if not hasattr(module, name)]
     if absent:

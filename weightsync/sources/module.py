@@ -6,7 +6,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, TensorMeta, flat_boxes, itemsize, row_major
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
-from weightsync.sources.edits import Edit, edited
+from weightsync.sources.edits import Edit, edited, stand_in
 from weightsync.sources.four_bits import FourBits, packed_weights
 from weightsync.sources.hf_checkpoint import SavedParts, SavedRegion, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, own_tensors, walk, walk_shells
@@ -240,9 +240,8 @@ class ModuleSource(LocalSource):
 
     def own_readers(self, prefix: str, module: nn.Module) -> Iterator[NamedReader]:
         """Yield the module's own parameters and persistent buffers, without buffers if the selection has none."""
-        for name, tensor in own_tensors(module):
-            if self.selection.buffers or name in module._parameters:
-                yield prefix + name, partial(self.read_param, tensor)
+        for name, tensor in own_tensors(module, self.selection.buffers):
+            yield prefix + name, partial(self.read_param, tensor)
 
 
 def fingerprint(
@@ -300,12 +299,6 @@ def adapters_of(model: nn.Module) -> dict[str, list[Adapter]]:
     return found
 
 
-@cache
-def _stand_in(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return one element, the same each time: a model that has not moved is then read as before."""
-    return torch.empty((), dtype=dtype, device=device)
-
-
 def unpacked(held: LocalParam, weight: FourBits) -> LocalParam:
     """Return this rank's part of a weight in 4 bits as a part of the values. They share no memory with the trainer."""
     per_element = 2 * itemsize(held.dtype)
@@ -315,7 +308,7 @@ def unpacked(held: LocalParam, weight: FourBits) -> LocalParam:
         start = sum(a * step for a, step in zip(box.start, row_major(held.shape), strict=True)) * per_element
         count = min(packed.numel() * per_element, prod(shape) - start)
         if count > 0:  # else the rank has only padding
-            parts += flat_parts(shape, start, _stand_in(dtype, packed.device).expand(count))
+            parts += flat_parts(shape, start, stand_in(dtype, packed.device).expand(count))
     return replace(held, shape=shape, dtype=dtype_name(torch.empty((), dtype=dtype)), parts=parts, edits=(weight,))
 
 

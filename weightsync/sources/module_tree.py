@@ -94,13 +94,13 @@ def modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def own_tensors(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the module's own parameters and persistent buffers, by their names in it.
 
     A forward may write non-persistent buffers. No checkpoint has them.
     """
     yield from ((name, param) for name, param in module._parameters.items() if param is not None)
-    for name, buffer in module._buffers.items():
+    for name, buffer in module._buffers.items() if buffers else ():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
 

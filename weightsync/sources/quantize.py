@@ -21,6 +21,7 @@ from weightsync.kernels.quantize import Form, fp8_per_channel, int8_per_channel,
 from weightsync.planning.layout import Box, Manifest, TensorMeta
 from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, Model, Reading, ShardSource, SteadySource, TensorShard
+from weightsync.sources.edits import stand_in
 
 FORMS = {"fp8": fp8_per_channel, "int8": int8_per_channel}
 _FROM = ("bfloat16", "float16", "float32")
@@ -46,7 +47,6 @@ class QuantizingSource(SteadySource):
         self._largest = largest
         self._form: Form = FORMS[form]
         self._made: set[str] = set()  # names of scales: `source` does not know them
-        self._stand_ins: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def _forget(self) -> None:
         super()._forget()
@@ -94,14 +94,16 @@ class QuantizingSource(SteadySource):
             self._held[meta.name] = own = {piece.box: piece for piece in held}
             for box, piece in own.items():
                 compute = partial(self._values_of, meta.name, box)
-                found.append(TensorShard(weight, box, self._stand_in(weight, box, piece), piece.trains, compute))
+                values = stand_in(self._form.dtype, piece.tensor.device).expand(box.size)
+                found.append(TensorShard(weight, box, values, piece.trains, compute))
             for box, piece in own.items():
                 # The rank with a row's first element gives its scale. Otherwise two ranks would give it in different
                 # boxes.
                 if box.start[1] == 0 and not self._selection.excludes(scale.name):
                     rows = Box((box.start[0], 0), (box.size[0], 1))
                     compute = partial(self._scale, meta.name, box)
-                    found.append(TensorShard(scale, rows, self._stand_in(scale, rows, piece), piece.trains, compute))
+                    values = stand_in(torch.float32, piece.tensor.device).expand(rows.size)
+                    found.append(TensorShard(scale, rows, values, piece.trains, compute))
         return found
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
@@ -132,13 +134,6 @@ class QuantizingSource(SteadySource):
             TensorMeta(meta.name, meta.shape, _name(self._form)),
             TensorMeta(f"{meta.name}_scale", (meta.shape[0], 1), "float32"),
         )
-
-    def _stand_in(self, meta: TensorMeta, box: Box, piece: TensorShard) -> torch.Tensor:
-        """Return a tensor of this shape, dtype and device. It does not move with the trainer's tensor."""
-        key = getattr(torch, meta.dtype), piece.tensor.device
-        if key not in self._stand_ins:
-            self._stand_ins[key] = torch.empty((), dtype=key[0], device=key[1])
-        return self._stand_ins[key].expand(box.size)
 
     def _cut_rows(self, name: str) -> int:
         """Return the rows of a weight if this rank holds some of them in part, else 0."""
