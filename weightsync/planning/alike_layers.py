@@ -62,14 +62,13 @@ class AlikeLayers:
 
 def alike_layers(tensors: Iterable[TensorMeta]) -> list[AlikeLayers]:
     """Return all layers, grouped by alike tensors."""
-    of_layer: dict[tuple[str, int], list[TensorMeta]] = defaultdict(list)
-    forms: dict[tuple[str, int], list[Any]] = defaultdict(list)
+    of_layer: dict[tuple[str, int], list[tuple[str, TensorMeta]]] = defaultdict(list)
     for meta in tensors:
         layers, number, rest = LayerName.of(meta.name)
         if number is not None:
-            of_layer[layers, number].append(meta)
-            forms[layers, number].append((rest, meta.shape, meta.dtype))
+            of_layer[layers, number].append((rest, meta))
     alike: dict[Any, dict[int, list[TensorMeta]]] = defaultdict(dict)
-    for (layers, number), form in forms.items():
-        alike[layers, tuple(form)][number] = of_layer[layers, number]
+    for (layers, number), own in of_layer.items():
+        form = tuple((rest, meta.shape, meta.dtype) for rest, meta in own)
+        alike[layers, form][number] = [meta for _, meta in own]
     return [AlikeLayers(layers, those) for (layers, _), those in alike.items()]

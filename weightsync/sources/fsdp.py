@@ -132,9 +132,7 @@ def cut_parts(
         )
     parts = []
     for region in product(*(_with_local_start(dim_ranges) for dim_ranges in ranges)):
-        view = local
-        for dim, (_, size, at) in enumerate(region):
-            view = view.narrow(dim, at, size)
+        view = local[tuple(slice(at, at + size) for _, size, at in region)]
         parts.append((Box(tuple(start for start, _, _ in region), tuple(size for _, size, _ in region)), view))
     return parts
 
@@ -194,9 +192,8 @@ def _chunk(start: int, size: int, chunks: int, index: int) -> tuple[int, int]:
 def _slice(ranges: list[tuple[int, int]], start: int, size: int) -> list[tuple[int, int]]:
     """Return elements `start` to `start + size` of the ranges laid end to end, without empty ranges."""
     found = []
-    for (first, length), end in zip(ranges, accumulate(length for _, length in ranges), strict=True):
-        at = end - length
-        low, high = max(start, at), min(start + size, end)
+    for first, length, at in _with_local_start(ranges):
+        low, high = max(start, at), min(start + size, at + length)
         if low < high:
             found.append((first + low - at, high - low))
     return found

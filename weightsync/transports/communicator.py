@@ -18,6 +18,7 @@ import torch
 from weightsync.errors import PeerError, WeightSyncError
 from weightsync.net import timeouts
 from weightsync.net.runtime import Deadline
+from weightsync.planning.grouping import grouped
 from weightsync.transports.base import Wait
 
 _ABSENT = "not all have connected to {host}. Every member must reach this host"
@@ -216,11 +217,8 @@ class Operation:
 
 def longest(buffers: Iterable[PeerBuffer]) -> list[PeerBuffer]:
     """Return the longest buffer of each member, in the order of the members."""
-    found: dict[int, torch.Tensor] = {}
-    for data, member in buffers:
-        if member not in found or found[member].numel() < data.numel():
-            found[member] = data
-    return [(data, member) for member, data in sorted(found.items())]
+    by_member = grouped(buffers, lambda buffer: buffer[1])
+    return [max(by_member[member], key=lambda buffer: buffer[0].numel()) for member in sorted(by_member)]
 
 
 class UnderWay(deque[Operation]):

@@ -26,7 +26,7 @@ from weightsync.transports.nccl_group import NcclGroup
 from weightsync.transports.staging import still_open
 from weightsync.transports.tcp_links import TcpLinks
 
-_Endpoint = TypeVar("_Endpoint")
+_Endpoint = TypeVar("_Endpoint", bound=Any)
 
 
 class MemberTransport(Transport):
@@ -95,11 +95,10 @@ class MemberReceiver(TransportReceiver):
         """Return the fields of the endpoint. The worker was invited, and `runs` lie in its slots."""
         if self._communicator is None:
             raise ProtocolError("Connect came without an invitation in PlanRequest")
-        told: Any = typed(fields, kind)
+        told = typed(fields, kind)
         if any(not first <= end <= told.slot_bytes for runs in told.runs for _, first, end in runs):
             raise ProtocolError(f"a run of bytes does not lie in a slot of {told.slot_bytes} bytes")
-        read: _Endpoint = told
-        return read
+        return told
 
     def storage(self, rank: int, storage: int) -> torch.Tensor:
         if storage not in range(len(self._slots)):

@@ -96,11 +96,9 @@ class Sender:
 
     def begin(self, seal: Seal | None) -> None:
         """Do as `Transport.begin_send` does."""
-        return
 
     def note_loaded(self) -> None:
         """Note that all workers have loaded the push."""
-        return
 
     def _send_changes(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> Sequence[int]:
         """Begin a push, and send some chunks as changes. Return the others."""
@@ -116,7 +114,6 @@ class Sender:
 
     def _keep(self, number: int, runs: Sequence[tuple[torch.Tensor, int]]) -> None:
         """Keep the runs of a chunk that is being sent."""
-        return
 
     def _send_runs(self, chunks: Sequence[int], seal: Seal | None, update: Update, wait: Wait) -> None:
         under_way = UnderWay()

@@ -260,13 +260,11 @@ class FusedQuantize(LoadPath):
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__(arrivals)
-        self._views: dict[Weight, list[tuple[CopyOp, torch.Tensor]]] = {}
-        self._pieces: dict[Weight, list[list[WeightPiece] | None]] = {}
+        self._views: dict[Weight, list[tuple[CopyOp, torch.Tensor, list[WeightPiece] | None]]] = {}
         for weight in arrivals.weights:
             like = torch.empty(0, dtype=weight.recipe.wide, device=self._model.device)
             seen = [(op, arrivals.view(op)) for op in join_regular(arrivals.ops.get(weight.param, ()))]
-            self._views[weight] = seen
-            self._pieces[weight] = [pieces_of(op, view, weight.recipe.shape, like) for op, view in seen]
+            self._views[weight] = [(op, view, pieces_of(op, view, weight.recipe.shape, like)) for op, view in seen]
 
     def bind(self) -> None:
         direct = self._agree({weight for weight in self._views if self._is_direct(weight)})
@@ -275,7 +273,7 @@ class FusedQuantize(LoadPath):
         self._parts: dict[int, list[tuple[Weight, CopyOp, torch.Tensor]]] = defaultdict(list)
         for weight, those in self._views.items():
             found: dict[int, list[WeightPiece]] = defaultdict(list)
-            for (op, seen), pieces in zip(those, self._pieces[weight], strict=True):
+            for op, seen, pieces in those:
                 self._nbytes[op.chunk] += seen.nbytes
                 if weight not in direct:
                     self._parts[op.chunk].append((weight, op, seen))
@@ -329,15 +327,16 @@ class FusedQuantize(LoadPath):
 
     def _is_direct(self, weight: Weight) -> bool:
         """Return whether a weight can be quantised out of the chunks."""
-        recipe = weight.recipe
-        whole = [piece for pieces in self._pieces[weight] if pieces is not None for piece in pieces]
+        recipe, views = weight.recipe, self._views[weight]
+        whole = [piece for _, _, pieces in views for piece in pieces or ()]
         matrices, rows, _ = recipe.shape
-        if None in self._pieces[weight] or sum(len(p.source) * p.source.shape[1] for p in whole) != matrices * rows:
+        is_whole = sum(len(piece.source) * piece.source.shape[1] for piece in whole) == matrices * rows
+        if not is_whole or any(pieces is None for _, _, pieces in views):
             return False
         if recipe.height is not None:
             return all(recipe.can_cut(piece.row, piece.source.shape[1]) for piece in whole)
         come: dict[int, Counter[int]] = defaultdict(Counter)
-        for (op, _), pieces in zip(self._views[weight], self._pieces[weight], strict=True):
+        for op, _, pieces in views:
             for piece in pieces or ():
                 for matrix in range(piece.matrix, piece.matrix + len(piece.source)):
                     come[op.chunk][matrix] += piece.source.shape[1]
