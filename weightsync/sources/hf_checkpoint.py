@@ -76,10 +76,9 @@ class SavedParts:
 
     def without_excluded(self, selection: TensorSelection) -> SavedParts:
         """Return the parts without excluded ones."""
-        kept = [number for number, meta in enumerate(self.metas) if not selection.excludes(meta.name)]
-        if len(kept) == len(self.metas):
-            return self
-        return SavedParts(tuple(self.metas[number] for number in kept), tuple(self.regions[number] for number in kept))
+        pairs = zip(self.metas, self.regions, strict=True)
+        kept = [(meta, region) for meta, region in pairs if not selection.excludes(meta.name)]
+        return SavedParts(tuple(meta for meta, _ in kept), tuple(region for _, region in kept))
 
     def of_layer(self, number: int, other: int) -> SavedParts:
         """Return the parts of the same tensor in layer `other`. These are the parts in layer `number`."""

@@ -181,8 +181,6 @@ def mxfp4_experts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def expand(manifest: Manifest, pairs: dict[str, QuantizedTensors]) -> Manifest:
     """Return the manifest as the loader sees it, with each tensor of `pairs` replaced by its quantised tensors."""
-    if not pairs:
-        return manifest
     tensors = (pairs[meta.name].made if meta.name in pairs else (meta,) for meta in manifest)
     return Manifest(tuple(chain.from_iterable(tensors)), manifest.tied)
 

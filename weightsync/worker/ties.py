@@ -91,8 +91,6 @@ def find_duplicates(trace: Trace, manifest: Manifest, shared: Mapping[str, list[
 
 def without(trace: Trace, names: Mapping[str, str]) -> Trace:
     """Return the trace without these tensors."""
-    if not names:
-        return trace
     return replace(
         trace,
         copies=[copy for copy in trace.copies if copy.name not in names],
