@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from weightsync.errors import WeightSyncError
@@ -75,22 +75,19 @@ class _TrainerMetrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        self.push_seconds = Histogram(
-            "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"], buckets=_BOUNDS_S
+        seconds = partial(Histogram, buckets=_BOUNDS_S)
+        newest = partial(Gauge, multiprocess_mode="mostrecent")
+        self.push_seconds = seconds(
+            "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"]
         )
-        self.push_pause = Histogram(
-            "weightsync_push_engine_pause_seconds", "Seconds of an engine's pause", ["engine"], buckets=_BOUNDS_S
-        )
+        self.push_pause = seconds("weightsync_push_engine_pause_seconds", "Seconds of an engine's pause", ["engine"])
         self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the pushed weights, sent or not")
         self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes sent by the trainer's ranks")
         self.push_failures = Counter(
             "weightsync_push_failures", "Failed pushes, by class of the error and phase", ["error", "phase"]
         )
-        newest = "mostrecent"
-        self.push_version = Gauge("weightsync_push_version", "The version pushed last", multiprocess_mode=newest)
-        self.push_left_out = Gauge(
-            "weightsync_push_left_out", "Engines without the last version", multiprocess_mode=newest
-        )
+        self.push_version = newest("weightsync_push_version", "The version pushed last")
+        self.push_left_out = newest("weightsync_push_left_out", "Engines without the last version")
 
 
 class _EngineMetrics:
@@ -99,25 +96,20 @@ class _EngineMetrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        newest, of_engine = "mostrecent", ["worker"]
+        newest = partial(Gauge, labelnames=["worker"], multiprocess_mode="mostrecent")
         self.engine_seconds = Histogram(
             "weightsync_engine_seconds",
             "Seconds of a push by phase, on a worker",
-            [*of_engine, "phase"],
+            ["worker", "phase"],
             buckets=_BOUNDS_S,
         )
-        self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes written to a worker by pushes", of_engine)
+        self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes written to a worker by pushes", ["worker"])
         self.engine_failures = Counter(
-            "weightsync_engine_failures", "Errors of workers in pushes, by class", [*of_engine, "error"]
+            "weightsync_engine_failures", "Errors of workers in pushes, by class", ["worker", "error"]
         )
-        self.engine_version = Gauge(
-            "weightsync_engine_version", "The version served by a worker", of_engine, multiprocess_mode=newest
-        )
-        self.engine_poisoned = Gauge(
-            "weightsync_engine_poisoned",
-            "1 for a worker with a mixture of weights, which does not answer",
-            of_engine,
-            multiprocess_mode=newest,
+        self.engine_version = newest("weightsync_engine_version", "The version served by a worker")
+        self.engine_poisoned = newest(
+            "weightsync_engine_poisoned", "1 for a worker with a mixture of weights, which does not answer"
         )
 
 
