@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from weightsync.errors import UnsupportedError
@@ -204,5 +203,4 @@ def live_tensor(model: nn.Module, name: str) -> LiveTensor:
     """Return the current place of a model's tensor."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    tensor: torch.Tensor = getattr(module, key)
-    return LiveTensor(name, module, key, tensor.data_ptr())
+    return LiveTensor(name, module, key, getattr(module, key).data_ptr())
