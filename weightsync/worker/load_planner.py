@@ -44,6 +44,8 @@ class TracedLoad:
     load_path: the load path of each group of modules, in the model's order.
     group_of: the group of each parameter.
     sources: the names of the tensors loaded into each group.
+    filled: the parameters and buffers that the loader writes.
+    buffers: the buffers among them.
     """
 
     manifest: Manifest
@@ -55,6 +57,8 @@ class TracedLoad:
     load_path: Mapping[ModuleGroup, str]
     group_of: Mapping[str, ModuleGroup]
     sources: Mapping[ModuleGroup, Sequence[str]]
+    filled: set[str]
+    buffers: set[str]
 
 
 class LoadPlanner:
@@ -136,7 +140,8 @@ class LoadPlanner:
             tied=sorted({*ties.fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
-        return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources)
+        refilled = filled.intersection(dict(pristine.named_buffers()))
+        return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources, filled, refilled)
 
     def _unfilled_buffers(self, filled: set[str], keep: Sequence[str]) -> list[str]:
         """Return the buffers of an earlier push that this one leaves alone."""

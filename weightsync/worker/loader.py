@@ -224,8 +224,8 @@ class Receiver:
             self.begin_push()
         clear, self._clear_kv_cache = self._clear_kv_cache, None
         self.state, self.loaded = POISONED, None
-        self._unproven |= traced.trace.filled()
-        self._planner.pushed_buffers |= traced.trace.filled().intersection(dict(self._model.pristine().named_buffers()))
+        self._unproven |= traced.filled
+        self._planner.pushed_buffers |= traced.buffers
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
