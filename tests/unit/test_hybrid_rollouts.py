@@ -101,10 +101,13 @@ def test_sleep_waits_for_answers_that_can_come_and_until_a_wake_up(is_paused: bo
     assert asyncio.run(run()) == calls
 
 
+IDLE = SimpleNamespace(check_steps=lambda doing: None)
+
+
 class Trainer:
     """A `WorkerGroup` with a count of steps as its weights."""
 
-    role = "Policy"
+    role, processes = "Policy", IDLE
 
     def __init__(self) -> None:
         self.steps = 0
@@ -204,7 +207,7 @@ def test_a_folder_that_a_node_does_not_share_gets_no_checkpoint(tmp_path: Path):
     def call_all(method: str, folder: Path) -> None:
         getattr(Saver(), method)(tmp_path / "other node" / folder.relative_to(tmp_path / "node"))
 
-    group: Any = SimpleNamespace(role="Saver", call_all=call_all)
+    group: Any = SimpleNamespace(role="Saver", call_all=call_all, processes=IDLE)
     with pytest.raises(ConfigError, match=r"no .*other node.* on this node.*: save to shared storage"):
         save_job(tmp_path / "node" / "jobs", {}, group)
     assert newest_job(tmp_path / "node" / "jobs") is None
