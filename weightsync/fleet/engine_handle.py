@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -105,8 +105,7 @@ class EngineHandle:
     def hang_up(self) -> None:
         """Release the workers and close their connections. Never raises."""
         for worker in self.workers:
-            with suppress(WeightSyncError):  # the worker is gone
-                worker.connection.send(Release(), Deadline(timeouts.ENGINE_FAREWELL_S), "close")
+            worker.connection.try_send(Release(), Deadline(timeouts.ENGINE_FAREWELL_S), "close")
             worker.connection.close()
 
     def is_held(self) -> bool:

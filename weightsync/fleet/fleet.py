@@ -26,7 +26,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -353,9 +352,8 @@ class Fleet:
         everyone = [worker for one in self.handles for worker in one.workers]
         spoilt = [worker for one in mixed for worker in one.workers]
         for worker in everyone:
-            with suppress(WeightSyncError):  # the worker is gone
-                fields = error.to_fields(poisoned=[]) if worker in spoilt else error.to_fields()
-                worker.connection.send(wire.Failure(fields), deadline, "fail")
+            fields = error.to_fields(poisoned=[]) if worker in spoilt else error.to_fields()
+            worker.connection.try_send(wire.Failure(fields), deadline, "fail")
         # Otherwise a worker that is connecting would wait for its admission, and block its engine.
         self._listener.close()
         join([*self._calls.running, *self._calls.changes], silent, deadline)

@@ -100,6 +100,11 @@ class Connection:
             self._send(message, deadline, phase)
         self._pong(deadline, phase)
 
+    def try_send(self, message: wire.Message, deadline: Deadline, phase: str) -> None:
+        """Send one message, or nothing if the peer is gone or does not read. Never raises."""
+        with suppress(WeightSyncError):
+            self.send(message, deadline, phase)
+
     def _send(self, message: wire.Message, deadline: Deadline, phase: str) -> None:
         frame = wire.encode(message)
         view = memoryview(frame + self._sent.of(frame))

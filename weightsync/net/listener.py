@@ -160,8 +160,7 @@ class Listener:
             return self._admit(role, group, deadline, phase, check)
         except WeightSyncError as error:
             for _, (_, connection) in _taken(self._arrived.popitem):
-                with suppress(WeightSyncError):
-                    connection.send(Failure(error.to_fields()), Deadline(1.0), phase)
+                connection.try_send(Failure(error.to_fields()), Deadline(1.0), phase)
                 connection.close()
             raise
 
@@ -322,8 +321,7 @@ class Listener:
             refusal = f"a second {hello.role} has number {hello.rank} of group {hello.group}: {hello.name}"
         if refusal is not None:
             problem = ProtocolError(refusal, phase="connect")
-            with suppress(WeightSyncError):
-                connection.send(Failure(problem.to_fields()), Deadline(1.0), "connect")
+            connection.try_send(Failure(problem.to_fields()), Deadline(1.0), "connect")
             connection.close()
             raise problem
         connection.peer = name_of(hello)

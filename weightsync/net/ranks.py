@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -250,8 +250,7 @@ class Ranks:
             error.add_facts(kept=[secrets.token_hex(8)])
         deadline = Deadline(timeouts.VERDICT_S)
         for connection in self.connections:
-            with suppress(WeightSyncError):  # the rank is gone
-                connection.send(Failure(error.to_fields()), deadline, "fail")
+            connection.try_send(Failure(error.to_fields()), deadline, "fail")
         agreed = self._verdict(error, deadline) if self.rank and self._peers else error
         if "calls" in agreed.facts:
             self._calls = 0  # on every rank

@@ -153,8 +153,7 @@ class TcpLinks(Communicator):
                 member.send(Value.of(one), deadline, "connect")
         except WeightSyncError as error:
             for member in self._to_first:
-                with suppress(WeightSyncError):
-                    member.send(Failure(error.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), "connect")
+                member.try_send(Failure(error.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), "connect")
             raise
         return mine
 

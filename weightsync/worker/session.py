@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -167,8 +167,7 @@ class WorkerSession:
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> errors.WeightSyncError:
         """Tell a trainer of a failure, if it is still connected. Return the error as a `WeightSyncError`."""
         problem = errors.wrap_exception(error, who=self._name, phase=phase)
-        with suppress(errors.WeightSyncError):  # the trainer is gone
-            connection.send(wire.Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
+        connection.try_send(wire.Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
         return problem
 
     def _held_by_another(self, process: str, pong_s: float) -> errors.EngineBusyError | None:
