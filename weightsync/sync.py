@@ -363,10 +363,11 @@ class WeightSync:
         return self._strategy.adapter
 
     def close(self) -> None:
-        """Disconnect from the engines. Not collective. Another trainer may push afterwards.
+        """Disconnect from the engines. Not collective. Another trainer, or this object, may push afterwards.
 
-        If others are made afterwards, every rank closes its objects, in the same order. Workers unmap the trainer's
-        memory when they next generate, or another trainer calls them.
+        When rank 0's call returns, workers have unmapped the memory of all ranks, and it can be freed. A stopped worker
+        is waited for a few seconds. The next push maps it again. If others are made afterwards, every rank closes its
+        objects, in the same order.
 
         Raises:
             ConfigError: This process was forked from the connected process, or a call of another thread is under way.

@@ -30,7 +30,6 @@ from engines import (
 from weightsync import PushReport, WeightSync
 from weightsync.errors import ManifestError
 from weightsync.fleet import connect
-from weightsync.net import timeouts
 from weightsync.tools.testing import check_engine
 from weightsync.transports import nccl
 from weightsync.transports.shared_handles import SHARED_MEMORY
@@ -115,19 +114,16 @@ def mappings(engines: Engines) -> int:
 
 
 def push_and_close(engines: Engines, model: str) -> tuple[int, int]:
-    """Return how many mappings a push adds, and how many are left once an engine answers after the trainer's end."""
-    engines.release()
-    engines.ask()
-    time.sleep(timeouts.TRAINER_LOOK_S)
-    engines.ask()  # without an earlier trainer's memory
-    before = mappings(engines)
-    load(engines, model, "ipc", {})
-    push(engines, "B")
-    during = mappings(engines)
-    engines.release()
-    time.sleep(timeouts.TRAINER_LOOK_S)
-    engines.ask()
-    return during - before, mappings(engines) - before
+    """Return how many mappings a push adds to those that workers have without a trainer, and a close leaves."""
+    found = []
+    for _ in range(2):
+        load(engines, model, "ipc", {})
+        push(engines, "B")
+        during = mappings(engines)
+        engines.release()
+        found += [during, mappings(engines)]
+    _, before, during, after = found
+    return during - before, after - before
 
 
 def test_workers_unmap_a_trainer_that_has_closed(engines: Remote):

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import functools
 import gc
+import signal
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from engine_process import EngineProcess
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, trainer_model
+from fake_server import FakeServer
+from ranks import run_ranks
+from trainer_process import TrainerProcess
 
 from weightsync import WeightSync
 from weightsync.net import timeouts
-from weightsync.net.runtime import Deadline
+from weightsync.net.runtime import Deadline, spawn
 from weightsync.net.update import Update
 from weightsync.net.wire import MachineInfo
 from weightsync.planning.layout import Box, Manifest, TensorMeta
@@ -30,6 +39,7 @@ from weightsync.transports.base import SLOTS, LocalTensors, RouteRequest, Transp
 from weightsync.transports.files import FilesTransport
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.shared_handles import SHARED_MEMORY
+from weightsync.worker.load_planner import LoadPlanner
 
 CHUNK_BYTES = 1 << 16
 SLACK_BYTES = 1024
@@ -151,36 +161,120 @@ def mapped() -> int:
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(0)))
+    with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(0)))) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_close_returns_when_every_worker_has_unmapped_the_trainer(workers: int):
+    """Without an answer of the engine, and without a search for garbage."""
+    hosts = [ModuleHost(TinyEngineModel, checkpoint(0), rank=rank, world=workers) for rank in range(workers)]
     gc.collect()
     gc.disable()  # an engine's worker looks for garbage seldom
     try:
-        yield engine
+        with closing(FakeEngine(*hosts)) as engine, WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
+            before = mapped()
+            for seed in (1, 2, 3):
+                for _ in range(2):
+                    sync.push(trainer_model(checkpoint(seed)))
+                    assert mapped() > before
+                sync.close()
+                assert mapped() <= before
     finally:
         gc.enable()
-        engine.close()
 
 
-def test_a_worker_unmaps_an_earlier_trainer_without_a_search_for_garbage(engine: FakeEngine):
-    counts = []
-    for seed in range(1, 5):
-        with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
-            sync.push(trainer_model(checkpoint(seed)))
-        counts.append(mapped())
-    assert counts[0] > 0
-    assert max(counts[2:]) <= counts[1]
-
-
-def test_an_engine_that_answers_unmaps_a_trainer_that_has_closed(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timeouts, "TRAINER_LOOK_S", 0.0)
-    before = mapped()
-    model = trainer_model(checkpoint(1))
+def test_a_push_after_a_close_traces_no_loader_again(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+    traced, trace = [], LoadPlanner.make
+    monkeypatch.setattr(LoadPlanner, "make", lambda *args: traced.append(args) or trace(*args))
     with WeightSync("fsdp", "ipc", engine, timeout_s=20.0) as sync:
-        for _ in range(2):
-            sync.push(model)
-            engine.hosts[0].check_before_answer()  # the trainer has the engine, and its next push reads there again
-            assert mapped() > before
-    del sync, model
+        for seed in (1, 2, 3):
+            sync.push(trainer_model(checkpoint(seed)))
+            sync.close()
+    assert len(traced) == 1
+
+
+def test_workers_unmap_a_collected_trainer(engine: FakeEngine):
+    before = mapped()
+    sync = WeightSync("fsdp", "ipc", engine, timeout_s=20.0)
+    sync.push(trainer_model(checkpoint(1)))
     assert mapped() > before
-    engine.hosts[0].check_before_answer()
+    del sync
     assert mapped() <= before
+
+
+@pytest.mark.forks
+def test_a_worker_unmaps_a_trainer_that_has_died(engine: FakeEngine, tmp_path: Path):
+    server = FakeServer(engine, 0)
+    spawn("server", server.serve_forever)
+    trainer = TrainerProcess(tmp_path, "ipc", [f"http://127.0.0.1:{server.server_port}"])
+    try:
+        trainer.order(push=2)
+        before = mapped()
+        assert trainer.answer(60.0) == {"version": 1}
+        assert mapped() > before
+    finally:
+        trainer.kill()
+        server.shutdown()
+        server.server_close()
+    until(lambda: mapped() <= before)
+
+
+def close_and_push_again(rank: int) -> None:
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(0))) if rank == 0 else None
+    with WeightSync("fsdp", "ipc", engine, timeout_s=30.0) as sync:
+        before = mapped()
+        for version in (1, 2, 3):
+            assert sync.push(trainer_model(checkpoint(version))).version == version
+            assert mapped() > before
+            sync.close()
+            dist.barrier()
+            assert mapped() <= before
+
+
+def test_ranks_push_again_after_they_have_closed():
+    """All memory is unmapped once rank 0 has closed."""
+    run_ranks(close_and_push_again, 2)
+
+
+@pytest.mark.forks
+def test_a_stopped_engine_holds_a_close_up_for_seconds_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(timeouts, "ENGINE_FAREWELL_S", 0.5)
+    engine, model = EngineProcess(tmp_path), trainer_model(checkpoint(1))
+    try:
+        with WeightSync("fsdp", "ipc", engine.url, timeout_s=60.0) as sync:
+            sync.push(model)
+            engine.signal(signal.SIGSTOP)
+            started = time.monotonic()
+            sync.close()
+            assert 0.5 <= time.monotonic() - started < 20.0
+            assert "engine 0 worker tp=0 has not unmapped this trainer's memory" in caplog.text
+            engine.signal(signal.SIGCONT)
+            assert sync.push(model).version == 2
+            engine.kill()
+            caplog.clear()
+            sync.close()
+            assert not caplog.text, "a dead engine has nothing mapped"
+    finally:
+        engine.kill()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the socket that goes with it
+def test_a_session_is_collected_while_its_trainer_is_connected(engine: FakeEngine):
+    """An `LLM` in the trainer's process is deleted, and the memory of its model is free."""
+    sync = WeightSync("fsdp", "ipc", engine, timeout_s=20.0)
+    sync.push(trainer_model(checkpoint(1)))
+    session = weakref.ref(engine.sessions.pop())
+    engine.hosts = ()
+    gc.collect()
+    until(lambda: session() is None)
+    sync.close()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -25,7 +25,7 @@ import msgspec
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, module_of
 
 from weightsync import WeightSync
-from weightsync.errors import ErrorFields, WeightSyncError
+from weightsync.errors import EngineBusyError, ErrorFields, WeightSyncError
 from weightsync.net.authentication import GREETING_BYTES, FrameMac, authenticate, derive_keys, greeting
 from weightsync.net.connection import Connection
 from weightsync.net.listener import Listener, _UnauthenticatedPeer
@@ -323,9 +323,13 @@ class Ends:
     def idle_worker(self) -> str:
         session = self._session
         session._connection = connection_of(sealed(self._mutate.frames(Pong(True))[1], _KEY, self._draw), False)
-        busy = session._held_by_another("a:1:2", 0.0)
-        session._connection = None
-        return "stays the trainer's" if busy is not None else "is free"
+        try:
+            session._check_free("a:1:2", 0.0)
+        except EngineBusyError:
+            return "stays the trainer's"
+        finally:
+            session._connection = None
+        return "is free"
 
     def _bring_to(self, number: int) -> None:
         """Let the worker have answered the first messages of a push, and no more."""

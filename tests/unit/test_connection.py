@@ -181,6 +181,25 @@ def sealed(connection: Connection, *frames: bytes) -> bytes:
 # One connection
 
 
+def test_a_peer_that_has_finished_is_answered_until_the_other_end_hangs_up(pair):
+    one, other = pair
+    say(one, Commit(1))
+    assert not other.has_ended(0.0)
+    one.finish(Release(), Deadline(30), "test")
+    assert other.has_ended(30)
+    assert [other.receive(Deadline(30), "test") for _ in range(2)] == [Commit(1), Release()]
+    assert not other.is_open()
+    say(other, Commit(2))
+    assert one.receive(Deadline(30), "test") == Commit(2)
+    assert not one.has_ended(0.0)
+    other.close()
+    assert other.has_ended(0.0)
+    assert one.has_ended(30)
+    for each in pair:
+        each.close()
+        each.finish(Release(), Deadline(30), "test")
+
+
 def test_messages_come_in_the_order_in_which_they_were_sent(pair):
     one, other = pair
     sent = [Commit(1), Value.of({"a": [1, None, "\x00", 2.5]}), Release()]

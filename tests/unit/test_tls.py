@@ -119,6 +119,18 @@ def test_both_ends_send_much_at_once_and_nothing_of_it_is_seen_between_them(list
         assert known not in relay.seen
 
 
+def test_an_end_that_has_finished_sees_the_other_one_hang_up(listener: Listener):
+    mine, theirs = met(listener, listener.listen("127.0.0.1")[1])
+    mine.finish(Value.of(LARGE[:1000]), Deadline(20), "test")
+    assert theirs.has_ended(20)
+    assert theirs.expect(Value, Deadline(20), "test") == Value.of(LARGE[:1000])
+    assert not theirs.is_open()
+    assert not mine.has_ended(0.0)
+    theirs.close()
+    assert mine.has_ended(20)
+    mine.close()
+
+
 @pytest.mark.parametrize("who", ["others", "nobody"])
 def test_who_has_no_certificate_of_the_authority_is_turned_away(
     listener: Listener, others: Path, monkeypatch: pytest.MonkeyPatch, who: str

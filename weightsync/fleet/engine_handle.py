@@ -102,12 +102,6 @@ class EngineHandle:
         self.workers = [ConnectedWorker(hello, connection) for hello, connection in admitted]
         self.is_poisoned = any(hello.state == POISONED for hello, _ in admitted)
 
-    def hang_up(self) -> None:
-        """Release the workers and close their connections. Never raises."""
-        for worker in self.workers:
-            worker.connection.try_send(Release(), Deadline(timeouts.ENGINE_FAREWELL_S), "close")
-            worker.connection.close()
-
     def is_held(self) -> bool:
         """Return whether this trainer still holds the engine: the connections of all workers are open."""
         return all(worker.connection.is_open() for worker in self.workers)

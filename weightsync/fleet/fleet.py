@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -88,9 +89,7 @@ class Fleet:
         self._calls: EngineCalls = EngineCalls(ranks.listener, failed._calls if failed is not None else None)
         self._ended = threading.Event()
         spawn("lease", partial(repeat, weakref.WeakMethod(self._answer_pings), timeouts.LEASE_LOOK_S, self._ended))
-        spawn(
-            "health", partial(repeat, weakref.WeakMethod(self._ask_whether_alive), timeouts.HEALTH_LOOK_S, self._ended)
-        )
+        spawn("health", partial(repeat, weakref.WeakMethod(self._ask_health), timeouts.HEALTH_LOOK_S, self._ended))
 
     def report(self) -> list[EngineReport]:
         """Return the reports of the active engines. Call it right after `commit`."""
@@ -123,8 +122,7 @@ class Fleet:
         joined = [EngineHandle(one, next(self._numbers)) for one in engines if one not in known]
         if left or joined:
             self.handles = self._active = [*staying, *joined]
-        for one in left:
-            one.hang_up()
+        _hang_up(left)
         for what, those in (("releases", left), ("takes in", joined)):
             if those:
                 logger.info("a push %s %s", what, ", ".join(one.engine.name for one in those))
@@ -194,9 +192,8 @@ class Fleet:
 
     def export(self, processes: Sequence[str]) -> list[wire.ParametersExported]:
         """Return the locations of each worker's parameters. `processes`: the names of the processes writing there."""
-        return self._ask(
-            [wire.ExportParameters(list(processes))] * len(self.workers), wire.ParametersExported, "connect"
-        )
+        requests = [wire.ExportParameters(list(processes))] * len(self.workers)
+        return self._ask(requests, wire.ParametersExported, "connect")
 
     def connect_transport(self, messages: Sequence[wire.Connect], link: Callable[[Deadline], None]) -> None:
         """Send every worker its `Connect`, and wait for every `Connected`. `link` runs in a thread meanwhile."""
@@ -367,11 +364,9 @@ class Fleet:
             worker.connection.close()
 
     def close(self) -> None:
-        """Disconnect from the workers. Another trainer may push afterwards."""
+        """Disconnect from the workers, as `_hang_up` does. Another trainer may push afterwards."""
         self._ended.set()
-        for one in self.handles:
-            one.hang_up()
-        self.handles = self._active = []
+        _hang_up(self.handles)
 
     def _answer_pings(self) -> None:
         """Answer the workers' `Ping`s and send them ours. In a thread, so other threads' work does not delay it."""
@@ -381,7 +376,7 @@ class Fleet:
                     self._listener.wake()  # the main thread's poll does not see bytes that were read here
             one.ask_workers()
 
-    def _ask_whether_alive(self) -> None:
+    def _ask_health(self) -> None:
         """Run the engines' health checks, while a push or a call is under way."""
         for one in self._active:
             if self._calls.running or one.state is not UpdateState.CLOSED:
@@ -485,3 +480,16 @@ class Fleet:
 
     def _change(self, phase: str, one: EngineHandle, method: _Method) -> BackgroundCall:
         return self._calls.change(phase, one.call, method, who=one.engine.name)
+
+
+def _hang_up(handles: Sequence[EngineHandle]) -> None:
+    """Release the workers of these engines, and wait until they have unmapped the trainer's memory. Never raises."""
+    deadline = Deadline(timeouts.ENGINE_FAREWELL_S)
+    connections = [worker.connection for one in handles for worker in one.workers]
+    for connection in connections:
+        connection.finish(wire.Release(), deadline, "close")
+    for connection in connections:
+        # While Python ends, no thread of a worker in this process runs.
+        if not (sys.is_finalizing() or connection.has_ended(deadline.left_s())):
+            logger.warning("%s has not unmapped this trainer's memory: is its process stopped?", connection.peer)
+        connection.close()

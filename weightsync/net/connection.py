@@ -38,7 +38,7 @@ class Connection:
     """One connection to a peer. Frames are sent and received whole.
 
     One thread, the owner, sends and receives messages. Other threads may call `ask`, `answer_pings`, `is_open`,
-    `has_failure` and `reported`.
+    `has_failure`, `has_ended` and `reported`.
     """
 
     def __init__(self, sock: socket.socket, peer: str, sent: FrameMac, received: FrameMac) -> None:
@@ -284,6 +284,19 @@ class Connection:
                 self.read("idle")
         except WeightSyncError:
             return False
+        return True
+
+    def finish(self, message: wire.Message, deadline: Deadline, phase: str) -> None:
+        """Send the last message, and EOF behind it. The peer may still send. Never raises."""
+        self.try_send(message, deadline, phase)
+        with suppress(OSError):  # the peer is gone
+            # Not TLS's own shutdown: it takes the connection's state away from a thread that reads.
+            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+
+    def has_ended(self, wait_s: float) -> bool:
+        """Wait for at most `wait_s` until one end has hung up. Return whether it has. Reads nothing."""
+        with suppress(ValueError):  # this end has closed its socket
+            return bool(ready([self], select.POLLRDHUP, wait_s))
         return True
 
     def close(self) -> None:

@@ -71,9 +71,10 @@ RANK_DEATH_S = 0.2
 LEASE_LOOK_S = 0.5
 """Pause between two reads by a trainer for a worker's `Ping`."""
 WORKER_LEASE_LOOK_S = 0.5
-"""Pause between two reads by a worker for the trainer's `Ping`, while the worker runs the plan."""
-TRAINER_LOOK_S = 1.0
-"""Shortest pause between two checks by an answering engine whether its trainer has gone."""
+"""Pause between two reads by a worker for the trainer's `Ping`, while the worker runs the plan.
+
+Otherwise the pause between two checks whether an engine in the trainer's process is still in use.
+"""
 HOLDER_ANSWER_S = 10.0
 """Longest time for an engine's trainer to answer a `Ping`, when another trainer asks for the engine."""
 HEALTH_LOOK_S = 1.0
@@ -116,7 +117,7 @@ SERVER_PORT_S = 20.0
 FAREWELL_S = 3.0
 """Longest time for an engine to end its calls after a failure."""
 ENGINE_FAREWELL_S = 3.0
-"""Longest time to send a worker its `Release` before hanging up."""
+"""Longest time for all workers to unmap the memory of a trainer that closes."""
 WORKER_FAREWELL_S = 1.0
 """Longest time for a worker to send its error to a trainer."""
 ADAPTER_FAREWELL_S = 5.0

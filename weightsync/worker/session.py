@@ -2,7 +2,8 @@
 
 The engine calls `init`, `start`, `update` and `finish` when the trainer asks for them. During `init` and `update` the
 worker answers messages on its own connection to the trainer, until the trainer releases it. The end of this connection
-shows at once that a trainer has died.
+shows at once that a trainer has closed, or has died. A thread waits for it between the calls, and unmaps the trainer's
+memory. The worker hangs up afterwards: then the trainer's `close` returns.
 
 The open connection is the trainer's hold on the engine. Another trainer gets the engine if the connection is closed. It
 also gets the engine if the trainer does not answer a `Ping`, or answers that its push is stuck. The worker then tells
@@ -20,11 +21,13 @@ import logging
 import os
 import secrets
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+
+import torch
 
 from weightsync import errors, telemetry
 from weightsync.net import timeouts, wire
@@ -55,6 +58,8 @@ class WorkerSession:
         self._trainer = _NO_TRAINER
         """The last trainer that got the engine."""
         self._update_open = False
+        self._turn = threading.Condition()
+        """Held while the trainer changes, and by `_let_go`. Notified when this session serves no longer."""
         self._serving = False
         self._fence = os.environ.get(VARIABLE, "")
         self._mapped_by: set[str] = set()
@@ -63,7 +68,6 @@ class WorkerSession:
         """Whether the model has refused to answer since this was last set to False."""
         self._committed_over: Connection | None = None
         """The connection of the last commit. None once the model has answered: its caches were reset before."""
-        self._next_look = 0.0
         model.guard_forward(self._check_whole)
         telemetry.engine_serves(model.identity.name, self.receiver.version)
 
@@ -90,8 +94,7 @@ class WorkerSession:
             problem = errors.wrap_exception(error, who=self._name, phase="init")
             logger.error("%s cannot connect to a trainer: %s", self._name, problem)
             # There is no connection for the error. The last worker's answer has no other answer behind it in a queue.
-            identity = self._model.identity
-            if identity.rank == identity.world - 1:
+            if (identity := self._model.identity).rank == identity.world - 1:
                 raise problem from error
             return
         if is_met:
@@ -122,7 +125,8 @@ class WorkerSession:
         )
         connection = self._reach(info, hello)
         try:
-            self._take_over(info, connection)
+            with self._turn:
+                self._take_over(info, connection)
         except Exception as error:
             problem = self._tell(connection, error, "init")
             connection.close()
@@ -154,12 +158,15 @@ class WorkerSession:
     def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
         self._check_name(info)
-        if (held := self._held_by_another(info.process, self._pong_s(info.timeout_s))) is not None:
-            raise held
+        self._check_free(info.process, min(timeouts.HOLDER_ANSWER_S, info.timeout_s / 2))
         connection.watch_host(info.timeout_s)
-        self._fence_off()
+        if self._connection is not None:
+            # An invalid frame may have been the trainer's answer to the ping. Tell it of the frame then.
+            self._tell(self._connection, self._connection.broken or errors.FencedError(TAKEN_OVER), "")
+        self.close()
         if info.process != self._trainer.process:
             self._take_memory_back()
+        spawn("trainer's end", partial(_await_end, connection, weakref.WeakMethod(self._let_go)))
         self._connection, self._trainer = connection, info
         if self._fence and self._model.identity.in_engine(info.cores).rank == 0:
             note_session(self._fence, info.session)
@@ -170,8 +177,8 @@ class WorkerSession:
         connection.try_send(wire.Failure(problem.to_fields()), Deadline(timeouts.WORKER_FAREWELL_S), phase)
         return problem
 
-    def _held_by_another(self, process: str, pong_s: float) -> errors.EngineBusyError | None:
-        """Return the reason why `process`, a trainer's rank 0, cannot have the engine now. None: it can.
+    def _check_free(self, process: str, pong_s: float) -> None:
+        """Raise `EngineBusyError` if `process`, a trainer's rank 0, cannot have the engine now.
 
         The trainer holding the engine gets `pong_s` to show that it is alive.
         """
@@ -180,7 +187,7 @@ class WorkerSession:
             boot, pid = self._trainer.process.split(":")[:2]
             where = "engine's host" if boot == boot_id() else "host of the trainer"
             way = "" if process == self._trainer.process else f", or stop its process, {pid} on the {where}"
-            return errors.EngineBusyError(
+            raise errors.EngineBusyError(
                 f"another trainer is connected to this engine, or another WeightSync of this trainer: close it{way}",
                 who=self._name,
             )
@@ -190,19 +197,11 @@ class WorkerSession:
         # captured the addresses of the parameters.
         if writers and process != self._trainer.process and self._model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
-            return errors.EngineBusyError(
+            raise errors.EngineBusyError(
                 "a trainer has this engine's memory mapped, does not answer, and may still write there: end its "
                 f"processes first ({pids})",
                 who=self._name,
             )
-        return None
-
-    def _fence_off(self) -> None:
-        """Take the engine from its trainer, if there is one."""
-        if self._connection is not None:
-            # An invalid frame may have been the trainer's answer to the ping. Tell it of the frame then.
-            self._tell(self._connection, self._connection.broken or errors.FencedError(TAKEN_OVER), "")
-        self.close()
 
     def _take_memory_back(self) -> None:
         """Detach the parameters from memory that the previous trainer's processes may still write to."""
@@ -213,21 +212,22 @@ class WorkerSession:
 
     def _look_back(self) -> None:
         """Become POISONED if the trainer has failed after the last commit, and may not have reset the caches."""
-        connection, self._committed_over = self._committed_over, None
-        if connection is not None:
-            connection.is_open()  # reads what has arrived
-            if (problem := connection.reported()) is not None and "poisoned" in problem.facts:
-                self.receiver.state = wire.POISONED
+        with self._turn:
+            connection, self._committed_over = self._committed_over, None
+            if connection is not None:
+                connection.is_open()  # reads what has arrived
+                if (problem := connection.reported()) is not None and "poisoned" in problem.facts:
+                    self.receiver.state = wire.POISONED
 
-    def _let_go(self) -> None:
-        """Unmap the memory of a trainer that has closed its `WeightSync`, or has died. Look for it once in a while."""
-        connection, now = self._connection, time.monotonic()
-        if connection is None or self._serving or now < self._next_look:
-            return
-        self._next_look = now + timeouts.TRAINER_LOOK_S
-        if not connection.is_open() and connection.broken is None:  # a trainer is told of its invalid frame later
-            self._note_release(connection)
-            self.close()
+    def _let_go(self, connection: Connection) -> None:
+        """Unmap the memory of a trainer that has hung up, or has died. Called in another thread."""
+        with self._turn, torch.cuda.device(self._model.device) if self._model.device.type == "cuda" else nullcontext():
+            self._turn.wait_for(lambda: not self._serving)
+            if self._connection is connection:
+                connection.is_open()  # reads what has arrived
+                self._look_back()
+                self._note_release(connection)
+                self.close()
 
     def _note_release(self, connection: Connection | None) -> None:
         """Note if the trainer has closed its `WeightSync`: it has then unmapped the parameters."""
@@ -237,7 +237,6 @@ class WorkerSession:
     def _check_whole(self) -> None:
         """Raise if the weights are a mixture, or the caches of other weights, so that the engine does not answer."""
         self._look_back()
-        self._let_go()
         if self.receiver.state == wire.POISONED:
             self.has_refused = True
             raise errors.EngineError(f"this engine does not answer: it is {self.status()}", who=self._name)
@@ -270,17 +269,18 @@ class WorkerSession:
         return f"CLEAN at version {self.receiver.version}"
 
     def close(self) -> None:
-        """Disconnect from the trainer, and unmap its memory."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        self.receiver.disconnect()
+        """Unmap the trainer's memory, and disconnect from the trainer: then it may free the memory."""
+        with self._turn:
+            connection, self._connection = self._connection, None
+            with nullcontext() if connection is None else closing(connection):
+                self.receiver.disconnect()
 
     def _serve(self, phase: str) -> None:
-        connection = self._connection
-        assert connection is not None
+        with self._turn:
+            if (connection := self._connection) is None:  # the trainer has gone
+                return
+            self._serving = True
         wait, tell = partial(connection.check, phase), partial(self._tell, connection, phase=phase)
-        self._serving = True
         patience = 1
         try:
             while True:
@@ -306,7 +306,9 @@ class WorkerSession:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._serving = False
+            with self._turn:
+                self._serving = False
+                self._turn.notify_all()
 
     def _receive(self, connection: Connection, patience: int, phase: str) -> wire.Message:
         """Wait for the next message, up to `patience` deadlines long while the trainer shows that it is alive."""
@@ -315,16 +317,9 @@ class WorkerSession:
                 return connection.receive(self._deadline(), phase)
             except errors.SyncTimeoutError:
                 patience -= 1
-                if (
-                    connection.reported()
-                    or not patience
-                    or not connection.answers(self._pong_s(self._trainer.timeout_s))
-                ):
+                pong_s = min(timeouts.HOLDER_ANSWER_S, self._trainer.timeout_s / 2)
+                if connection.reported() or not patience or not connection.answers(pong_s):
                     raise
-
-    @staticmethod
-    def _pong_s(timeout_s: float) -> float:
-        return min(timeouts.HOLDER_ANSWER_S, timeout_s / 2)
 
     def _answer(self, message: wire.Message, wait: Wait, tell: Tell) -> wire.Message:
         if not isinstance(message, wire.Commit) and self._model.is_asleep():
@@ -397,3 +392,11 @@ class WorkerSession:
 
     def _deadline(self) -> Deadline:
         return Deadline(self._trainer.timeout_s + timeouts.WORKER_GRACE_S)
+
+
+def _await_end(connection: Connection, let_go: weakref.WeakMethod[Callable[[Connection], None]]) -> None:
+    """Call `let_go` when one end of a connection has hung up. Return if its object is collected before."""
+    while not connection.has_ended(timeouts.WORKER_LEASE_LOOK_S) and let_go() is not None:
+        pass
+    if (call := let_go()) is not None:
+        call(connection)
