@@ -34,6 +34,7 @@ from weightsync.transports.base import Transport
 from weightsync.transports.ipc import IpcTransport
 from weightsync.transports.nccl import NcclTransport
 from weightsync.worker.load_planner import LoadPlanner
+from weightsync.worker.loader import Receiver
 
 TIMEOUT_S = 20.0
 TRANSPORTS = ["ipc", "broadcast", NIXL, "checkpoint"]
@@ -547,8 +548,16 @@ def test_engine_that_would_be_refused_alone_is_refused_beside_another(
         assert engines[0].serves(1)
 
 
-def test_versions_of_a_folder_stay_as_they_are_while_engines_catch_up(engines: list[Named], tmp_path: Path) -> None:
-    model = trainer_model(checkpoint(2))
+def test_versions_of_a_folder_stay_as_they_are_while_engines_catch_up(
+    engines: list[Named], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, commit, at_commit = trainer_model(checkpoint(2)), Receiver.commit, list[list[str]]()
+
+    def look_and_commit(*args: Any) -> float:
+        at_commit.append(sorted(path.name for path in tmp_path.glob(".incoming-*/*")))
+        return commit(*args)
+
+    monkeypatch.setattr(Receiver, "commit", look_and_commit)
     with WeightSync("fsdp", CheckpointTransport(tmp_path), [engines[0]], timeout_s=TIMEOUT_S) as sync:
         sync.push(model)
         written = (tmp_path / "version-00000001/model.safetensors").stat()
@@ -556,6 +565,7 @@ def test_versions_of_a_folder_stay_as_they_are_while_engines_catch_up(engines: l
         assert sync.catch_up(model) is not None
         (incoming,) = tmp_path.glob(".incoming-*")
         assert [path.name for path in incoming.iterdir()] == ["rank-0"], "the bytes are there twice"
+        assert at_commit == [["rank-0"], ["1", "rank-0"]], "the engine was kept paused while files were removed"
         sync.engines.remove(engines[0])
         assert sync.push(fill(model, 3)).version == 2
     assert (tmp_path / "version-00000001/model.safetensors").stat() == written

@@ -42,6 +42,7 @@ from weightsync.checkpoint.safetensors import INDEX, runs
 from weightsync.checkpoint.shard_files import check_seen
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.worker.loader import Receiver
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -127,6 +128,33 @@ def test_each_push_leaves_a_version_and_the_last_ones_are_kept(host: ModuleHost,
         incoming = [name for name in names_in(tmp_path) if name.startswith(".incoming-")]
     assert len(incoming) == 1
     assert names_in(tmp_path) == sorted([*others, ".lock", "version-00000002", "version-00000003"])
+
+
+def test_an_older_version_is_there_until_the_engine_serves_the_new_one(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pusher = Pusher(engine, tmp_path, keep_last=1)
+    versions, commit = ["version-00000001", "version-00000002"], Receiver.commit
+    seen: list[str] = []
+
+    def look_and_commit(*args: Any) -> float:
+        seen.extend(path.name for path in sorted(tmp_path.glob("version-*")))
+        return commit(*args)
+
+    def refuse(*_: Any) -> float:
+        raise MemoryError("no memory left to commit")
+
+    with pusher.sync:
+        pusher.push(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Receiver, "commit", refuse)
+            with pytest.raises(WeightSyncError, match="no memory left"):
+                pusher.push(3)
+        assert names_in(tmp_path) == [".lock", *versions]
+        monkeypatch.setattr(Receiver, "commit", look_and_commit)
+        pusher.push(4)
+        assert seen == [*versions, "version-00000003"]
+    assert names_in(tmp_path) == [".lock", "version-00000003"]
 
 
 def test_one_file_needs_no_index(engine: FakeEngine, tmp_path: Path):

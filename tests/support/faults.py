@@ -68,6 +68,9 @@ class FaultyTransport(Transport):
     def on_commit(self, version: int) -> None:
         self.inner.on_commit(version)
 
+    def after_commit(self) -> None:
+        self.inner.after_commit()
+
     def abort(self) -> None:
         self.inner.abort()
 

@@ -217,6 +217,8 @@ class CopyWeights(FleetStrategy):
         push.workers.extend(worker_reports(fleet, push.done, fleet.commit(push.label)))
         push.engines.extend(fleet.report())
         self._updated = [each.name for each in push.engines]
+        for session in group:
+            session.transport.after_commit()
 
     def _report(self, timeline: Timeline, push: PlannedPush) -> PushReport:
         """Return the report of a push after its last commit, on rank 0."""
@@ -354,9 +356,8 @@ class CopyWeights(FleetStrategy):
         if self._fleet is None:
             return SessionChanges([], [], True)
         handles = self._fleet.handles
-        return self._sessions.choose(
-            holds, handles, [one for one in handles if not self._is_served(one)] if late else None
-        )
+        joining = [one for one in handles if not self._is_served(one)] if late else None
+        return self._sessions.choose(holds, handles, joining)
 
     def _is_served(self, one: EngineHandle) -> bool:
         return self._memory.pushed is not None and one.served == self._memory.pushed.version

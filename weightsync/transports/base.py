@@ -12,6 +12,7 @@
         every rank      send         send this rank's part of the plan, chunk by chunk; the transport sets the pace
         every worker    chunks       yield the same chunks in the same order, as each becomes readable
         rank 0          on_commit    note that every worker has loaded the version
+        rank 0          after_commit remove what no engine needs any more
     at any time
         any             abort, close release the trainer's end, the worker's end
 
@@ -311,6 +312,10 @@ class Transport(ABC):
 
     def on_commit(self, version: int) -> None:
         """Note that every worker has loaded this version. Rank 0 calls it before the workers commit."""
+        return
+
+    def after_commit(self) -> None:
+        """Remove files or memory of older versions. Rank 0 calls it when the engines serve the version."""
         return
 
     @abstractmethod

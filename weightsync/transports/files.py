@@ -130,13 +130,12 @@ class FilesTransport(base.Transport):
             update.wait(0.0)
 
     def on_commit(self, version: int) -> None:
-        assert self._folder is not None  # rank 0 has it
-        written = still_open(self._writer).folder()
-        if version > self.newest_version:
-            shard_files.publish(written, self._folder.named(version))
-        else:  # engines have caught up with a version of the folder
-            shutil.rmtree(written, ignore_errors=True)
-        self._folder.prune(self._keep_last)
+        if version > self.newest_version:  # else engines catch up with a version of the folder
+            shard_files.publish(still_open(self._writer).folder(), still_open(self._folder).named(version))
+
+    def after_commit(self) -> None:
+        shutil.rmtree(still_open(self._writer).folder(), ignore_errors=True)  # left by a catch-up
+        still_open(self._folder).prune(self._keep_last)
 
     def abort(self) -> None:
         if self._folder is not None:

@@ -234,6 +234,8 @@ class _Rank:
         if self.mail.rank == 0:
             self.transport.on_commit(self.version)
         self.mail.broadcast(None, "commit")
+        if self.mail.rank == 0:
+            self.transport.after_commit()
         self.pushes += 1
 
     def look(self, sample: int | None) -> list[int]:
