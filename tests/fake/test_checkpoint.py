@@ -212,6 +212,21 @@ def test_each_version_has_the_config_and_the_tokenizer_of_its_push(engine: FakeE
         assert json.loads((folder / "templates/chat.json").read_text()) == {"a": version}
 
 
+def test_a_version_has_no_file_of_an_earlier_tokenizer(engine: FakeEngine, tmp_path: Path):
+    config = Saver("config.json", {"architectures": ["X"]})
+    tokenizer = Saver("templates/chat.json", {"a": 1})
+    pusher = Pusher(engine, tmp_path, config=config, tokenizer=tokenizer)
+    with pusher.sync:
+        pusher.push(2)
+        assert pusher.sync.catch_up(pusher.model) is None
+        tokenizer.file = "tokenizer.json"
+        pusher.push(3)
+    folder = tmp_path / "version-00000002"
+    assert_equal(read(folder), checkpoint(3))
+    beside = {name for name in names_in(folder) if not name.endswith(".safetensors")}
+    assert beside == {"config.json", "tokenizer.json", INDEX}
+
+
 def test_a_models_own_configs_are_saved_where_none_are_given(engine: FakeEngine, tmp_path: Path):
     from transformers import PretrainedConfig
 

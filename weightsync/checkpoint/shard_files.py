@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from weightsync.checkpoint.own_files import opened_plain
+from weightsync.checkpoint.own_files import discard, opened_plain
 from weightsync.checkpoint.safetensors import Shards, runs
 from weightsync.errors import PlacementError
 from weightsync.planning.grouping import grouped
@@ -64,13 +64,15 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
             with opened_plain(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 os.posix_fallocate(fd, 0, shard.nbytes)  # a full disk fails here, before anything is written
                 _write_at(fd, memoryview(shard.header), 0)
-    write_beside(folder, {**shards.index, **beside})
+    write_beside(folder, shards, beside)
 
 
-def write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by name, in the place of older ones. Raises `PlacementError`."""
+def write_beside(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
+    """Write the index and further files by name, in place of all files but the tensors'. Raises `PlacementError`."""
     with placement_errors(f"cannot write to {folder}"):
-        for name, content in files.items():
+        for old in {*folder.iterdir()}.difference(folder / shard.name for shard in shards.files):
+            discard(old)
+        for name, content in {**shards.index, **beside}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 

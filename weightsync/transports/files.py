@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -113,10 +113,8 @@ class FilesTransport(base.Transport):
         return str(incoming), folder.newest()
 
     def prepare_push(self, sample: int | None) -> int:
-        writer = still_open(self._writer)
-        writer.prepare_push()
-        if self._folder is not None:  # on rank 0. Anew in each push: the trainer may have changed its config
-            shard_files.write_beside(writer.folder(1), self._files_beside())
+        # Anew in each push: the trainer may have changed its config.
+        still_open(self._writer).prepare_push(None if self._folder is None else self._files_beside())
         return 0
 
     def drop_workers(self, workers: Collection[int]) -> bool:
@@ -161,13 +159,15 @@ class _ShardWriter:
         """Return the folder of the push under way, or `later` pushes after it."""
         return self._incoming / str(self.pushes + later)
 
-    def prepare_push(self) -> None:
-        """Wait for the tensors. Make the folder of the next push, on rank 0."""
+    def prepare_push(self, beside: Mapping[str, bytes] | None) -> None:
+        """Wait for the tensors. Make the folder of the next push on rank 0, which has the files beside the tensors."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
-        if self._rank == 0 and self._created == self.pushes:
-            shard_files.create(self.folder(1), self._shards, {})
+        if beside is not None and self._created == self.pushes:
+            shard_files.create(self.folder(1), self._shards, beside)
             self._created += 1
+        elif beside is not None:
+            shard_files.write_beside(self.folder(1), self._shards, beside)
 
     def write(self, number: int, seal: base.Seal | None) -> None:
         """Write this rank's part of a chunk, and then its digest into the rank's progress file."""
