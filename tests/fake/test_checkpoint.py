@@ -240,6 +240,23 @@ def test_a_models_own_configs_are_saved_where_none_are_given(engine: FakeEngine,
     assert (tmp_path / "version-00000001" / "generation_config.json").exists()
 
 
+def test_a_version_has_the_configs_of_the_model_that_was_pushed(engine: FakeEngine, tmp_path: Path):
+    """The second model has the first one's tensors, so nothing is negotiated anew."""
+    pusher = Pusher(engine, tmp_path)
+    other = nn.Module()
+    for name, child in pusher.model.named_children():
+        other.add_module(name, child)
+    for model, number in ((pusher.model, 1), (other, 2)):
+        model.config = Saver("config.json", {"architectures": ["X"], "rope": number})
+        model.generation_config = Saver("generation_config.json", {"eos": number})
+    with pusher.sync:
+        for version, (model, number) in enumerate([(pusher.model, 1), (other, 2), (pusher.model, 1)], 1):
+            assert pusher.sync.push(model).version == version
+            folder = tmp_path / f"version-{version:08}"
+            assert json.loads((folder / "config.json").read_text())["rope"] == number
+            assert json.loads((folder / "generation_config.json").read_text()) == {"eos": number}
+
+
 def test_a_config_without_a_class_is_refused_before_anything_is_written(
     host: ModuleHost, engine: FakeEngine, tmp_path: Path
 ):

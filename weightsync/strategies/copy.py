@@ -111,6 +111,7 @@ class CopyWeights(FleetStrategy):
         self._reading: Reading | None = None  # the negotiated tensors
         self._memory = TrainerMemory(self._verify)
         self._update: Update | None = None
+        self._model: Model = None  # of the push under way
         self._is_touched = False  # the push has changed sessions, or has passed the last step that may refuse it
 
     def run(self, update: Update, model: Model) -> PushReport:
@@ -130,7 +131,7 @@ class CopyWeights(FleetStrategy):
 
         Returns None for a late push without such engines.
         """
-        self._update, self._updated = update, []
+        self._update, self._updated, self._model = update, [], model
         timeline = update.timeline
         # A stream runs the user's code. It may need the collector.
         with timeline.during("plan"), nullcontext() if self._options.is_stream else collector_paused():
@@ -160,7 +161,7 @@ class CopyWeights(FleetStrategy):
             session.pushes += 1
         if self._rolling and report is not None and not late:
             self._sessions.sort([each.pause_s for each in report.engines])
-        self._updated, self._is_touched = [], False
+        self._updated, self._is_touched, self._model = [], False, None
         return report
 
     def _load(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> list[str]:
@@ -201,10 +202,9 @@ class CopyWeights(FleetStrategy):
 
     def _wait_done(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> None:
         """Wait on rank 0 for every worker and rank of a group. Note there what they answer."""
-        fleet, timeline = self._fleet, update.timeline
-        if fleet is not None:
-            patience_s = max(session.done_s(self._options.timeout_s) for session in group)
-            push.done = fleet.wait_done(patience_s)
+        timeline = update.timeline
+        if self._fleet is not None:
+            push.done = self._fleet.wait_done(max(session.done_s(self._options.timeout_s) for session in group))
         own = timeline.seconds("transfer"), sum(session.transport.sent_bytes for session in group)
         everyone = update.ranks.gather(own, "transfer")
         timeline.sent_s = [seconds for seconds, _ in everyone]
@@ -272,7 +272,7 @@ class CopyWeights(FleetStrategy):
         self._sessions.disconnect()
         self._largest.abort()
         self._memory.clear()
-        self._update = self._reading = None
+        self._update = self._reading = self._model = None
         self._updated = []
         self._source.close()
         self._is_touched = False
@@ -414,7 +414,7 @@ class CopyWeights(FleetStrategy):
             kernels.result()
             transport.keeps_runs = self._sessions.keeps(plan)
             session = TransferSession(transport, plan, self._verify, workers, handles)
-            session.connect(update, LocalTensors(held, self._gather, model), self._fleet)
+            session.connect(update, LocalTensors(held, self._gather, lambda: self._model), self._fleet)
         return session
 
     def _connect(

@@ -93,12 +93,12 @@ class LocalTensors:
         gather: Fetches the inputs of `compute` for the named tensors from other ranks. Collective. It may forget
             earlier inputs. A transport calls it in `send` before each chunk, with the names that this push has not
             gathered yet.
-        model: The pushed model.
+        model: Returns the model of the push under way. Another push may have another one with the same tensors.
     """
 
     at: Mapping[ShardLocation, LocalTensor]
     gather: Callable[[Sequence[str]], None] = lambda names: None
-    model: Any = None
+    model: Callable[[], Any] = lambda: None
 
     @property
     def gpus(self) -> set[torch.device]:

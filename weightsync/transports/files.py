@@ -93,8 +93,8 @@ class FilesTransport(base.Transport):
         opened = self._open(ranks.size) if ranks.rank == 0 else None
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
         shard_files.check_seen(Path(incoming), f"trainer rank {ranks.rank}")
-        model = tensors.model if self._takes_configs else None
-        self._files_beside = lambda: files_beside(with_configs(model, *self._saved_beside), plan.manifest)
+        model = tensors.model if self._takes_configs else lambda: None
+        self._files_beside = lambda: files_beside(with_configs(model(), *self._saved_beside), plan.manifest)
         self._writer = _ShardWriter(plan, tensors, shards, Path(incoming), ranks.rank)
         if ranks.rank:
             return [base.Endpoint() for _ in range(plan.workers)]
