@@ -26,7 +26,6 @@ class FaultyTransport(Transport):
     def __init__(self, name: str) -> None:
         self.inner = open_transport(name)
         self.name = self.inner.name
-        self.keeps_frozen = self.inner.keeps_frozen
         self.before_chunk: Callable[[int], None] | None = None
         self.flip_a_byte_of: int | None = None
         self.change_endpoints: Callable[[list[Endpoint]], None] | None = None

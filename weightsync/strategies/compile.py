@@ -64,7 +64,7 @@ def compile_plan(
     reads = plan_checks.reads_of(travelling, plans)
     workers = [worker.machine for worker in fleet.workers]
     chains = transport.route(RouteRequest(machines(everyone), workers, travelling, locations, reads))
-    frozen = frozen_everywhere(everyone).intersection(travelling.names) if transport.keeps_frozen else set()
+    frozen = frozen_everywhere(everyone).intersection(travelling.names)
     buckets, last = plan_checks.make_buckets(bucketer, travelling, distinct, together, frozen)
     in_place = frozenset(() if chains else travelling.names).difference(*(each.unmapped for each in everyone))
     names, max_bytes = [bucket.names for bucket in buckets], getattr(bucketer, "max_bytes", None)

@@ -163,8 +163,6 @@ class Transport(ABC):
     """
 
     name: str
-    keeps_frozen: bool = True
-    """Whether workers keep frozen tensors from the first push. False: frozen tensors travel in every push too."""
     min_chunk_bytes: int = 1
     """Least size of a chunk whose bytes take longer than its messages. Rank 0 sets it in `route`."""
     max_chunk_bytes: int = sys.maxsize

@@ -68,7 +68,6 @@ class FilesTransport(base.Transport):
     """The trainer's end of `CheckpointTransport(folder)`. See `CheckpointTransport` for the arguments."""
 
     name = "checkpoint"
-    keeps_frozen = False
 
     def __init__(
         self, folder: Path, keep_last: int, max_shard_bytes: int, saved_beside: Sequence[Any], takes_configs: bool

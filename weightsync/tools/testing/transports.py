@@ -187,11 +187,10 @@ class _Rank:
         reads = tuple(reads_of(worker, len(self.workers), cut) for worker in range(len(self.workers)))
         chains = self.transport.route(RouteRequest(self.ranks, self.workers, MANIFEST, locations, reads))
         in_place = frozenset(TRIAL).difference(*(names for _, names in everyone))
-        frozen = FROZEN if self.transport.keeps_frozen else frozenset()
-        changing = [name for name in TRIAL if name not in frozen]
-        buckets = [*(changing[at : at + 4] for at in range(0, len(changing), 4)), *([name] for name in frozen)]
+        changing = [name for name in TRIAL if name not in FROZEN]
+        buckets = [*(changing[at : at + 4] for at in range(0, len(changing), 4)), *([name] for name in FROZEN)]
         in_place = frozenset() if chains else in_place
-        chunks = make_chunks(MANIFEST, chains, buckets, frozen, in_place, locations, MAX_BYTES, {})
+        chunks = make_chunks(MANIFEST, chains, buckets, FROZEN, in_place, locations, MAX_BYTES, {})
         return TransferPlan(MANIFEST, chains, chunks, len(reads), {})
 
     def gather(self, names: Sequence[str]) -> None:
