@@ -18,6 +18,7 @@ import peft
 import pytest
 import tiny_models
 import torch
+import vision_models
 import zero
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, fail_once_after, trainer_model
 from megatron_models import Mesh
@@ -274,7 +275,7 @@ def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngi
     pusher = Pusher(engine, tmp_path / "versions", config=config)
     pusher.model.lm_head = nn.Linear(1, 1, bias=False)
     pusher.model.lm_head.weight = pusher.model.embed.weight  # type: ignore[union-attr]
-    words = "lm_head.weight is tied to embed.weight, and the config says tie_word_embeddings=False"
+    words = "lm_head.weight is tied to embed.weight, and the config unties them"
     with pusher.sync:
         with pytest.raises(ConfigError, match=words):
             pusher.push(2)
@@ -289,19 +290,49 @@ def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngi
 
 
 @pytest.mark.parametrize(
-    ("left_out", "saved", "text_config", "is_refused"),
+    ("left_out", "saved", "is_refused"),
     [
-        ("embed_out.weight", "gpt_neox.embed_in.weight", {}, True),
-        ("model.embed_tokens.weight", "lm_head.weight", {}, True),
-        ("lm_head.weight", "model.embed_tokens.weight", {"tie_word_embeddings": True}, False),
-        ("mtp.lm_head.weight", "lm_head.weight", {}, False),
-        ("b.weight", "a.weight", {}, False),
+        ("embed_out.weight", "gpt_neox.embed_in.weight", True),
+        ("model.embed_tokens.weight", "lm_head.weight", True),
+        ("transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight", True),
+        ("output.weight", "model.tok_embeddings.weight", True),
+        ("mtp.lm_head.weight", "lm_head.weight", False),
+        ("b.weight", "a.weight", False),
     ],
 )
-def test_a_tied_output_layer_is_known_by_its_name(left_out: str, saved: str, text_config: Any, is_refused: bool):
-    content = {"architectures": ["X"], "tie_word_embeddings": False, "text_config": text_config}
+def test_a_tied_output_layer_is_known_by_its_name(left_out: str, saved: str, is_refused: bool):
+    content = {"architectures": ["X"], "tie_word_embeddings": False}
     manifest = Manifest((TensorMeta(saved, (4, 2), "float32"),), ((left_out, saved),))
     with pytest.raises(ConfigError, match=f"{left_out} is tied to {saved}") if is_refused else nullcontext():
+        files_beside([Saver("config.json", content)], manifest)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "whole", "text", "is_refused"),
+    [
+        ("qwen3", None, None, True),
+        ("gemma2", None, None, False),
+        ("gemma2", False, None, True),
+        ("qwen2_vl", False, True, False),  # this class takes its text part's value over
+        ("qwen3_vl", False, True, True),
+        ("qwen3_vl_moe", None, None, True),
+        ("mistral3", None, False, False),
+        ("blip-2", None, True, False),
+        ("blip-2", None, False, True),
+        ("of another package", None, None, False),
+        ("of another package", False, True, True),
+    ],
+)
+def test_a_config_ties_the_output_layer_if_its_class_does_on_loading(
+    model_type: str, whole: bool | None, text: bool | None, is_refused: bool
+):
+    content: dict[str, Any] = {"architectures": ["X"], "model_type": model_type}
+    if whole is not None:
+        content["tie_word_embeddings"] = whole
+    if text is not None:
+        content["text_config"] = {"tie_word_embeddings": text}
+    manifest = Manifest((TensorMeta("embed.weight", (4, 2), "float32"),), (("lm_head.weight", "embed.weight"),))
+    with pytest.raises(ConfigError, match="unties them once it is loaded") if is_refused else nullcontext():
         files_beside([Saver("config.json", content)], manifest)
 
 
@@ -551,11 +582,34 @@ def test_a_model_tied_by_hand_is_loaded_as_it_was(tmp_path: Path):
 
     model = tiny_models.build("qwen3", "A")
     model.lm_head.weight = model.model.embed_tokens.weight
-    with pytest.raises(ConfigError, match=r"Set config.tie_word_embeddings = True"):
+    with pytest.raises(ConfigError, match=r"set config.tie_word_embeddings = True"):
         weightsync.save(model, tmp_path / "new")
     model.config.tie_word_embeddings = True
     weightsync.save(model, tmp_path / "new")
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused"), [("qwen2-vl", False), ("qwen3-vl", True), ("llava", False), ("gemma3", True)]
+)
+def test_a_vision_model_tied_by_hand_is_refused_if_transformers_would_untie_it(
+    kind: str, is_refused: bool, tmp_path: Path
+):
+    from transformers import AutoModelForImageTextToText
+
+    model = vision_models.make_vision_model(kind, tmp_path / "own", torch.device("cpu"))
+    model.lm_head.weight = model.get_input_embeddings().weight
+    content = json.loads((tmp_path / "own" / "config.json").read_text())
+    for part, tie in ((content, False), (content["text_config"], True)):
+        part["tie_word_embeddings"] = tie
+    with pytest.raises(ConfigError, match="unties them once it is loaded") if is_refused else nullcontext():
+        weightsync.save(model, tmp_path / "new", config=Saver("config.json", content))
+    if is_refused:
+        model.config.tie_word_embeddings = True
+        weightsync.save(model, tmp_path / "new")
+        (tmp_path / "new" / "config.json").write_text(json.dumps(content))
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "new")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight) is not is_refused
 
 
 def test_adapters_are_saved_merged(tmp_path: Path):

@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,8 @@ from weightsync.planning.layout import Manifest, itemsize
 from weightsync.sources.base import Model
 
 _CONFIG = "config.json"
-_HEADS = "lm_head.weight", "embed_out.weight"
+_TIE = "tie_word_embeddings"
+_HEADS = "head.weight", "embed_out.weight", "output.weight", "output_layer.weight"
 """Ends of the names of output layers."""
 
 
@@ -32,8 +34,7 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
         for thing in things:
             if thing is not None:
                 thing.save_pretrained(folder)
-        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-        found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+        found = {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
     if _CONFIG in found:
         config = json.loads(found[_CONFIG])
         if not config.get("architectures"):
@@ -50,13 +51,27 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
 
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
     """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie."""
-    whole, text = (part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
-    for other, name in manifest.tied if whole is False and text is not True else ():
-        if other.endswith(_HEADS) != name.endswith(_HEADS):  # not two heads, such as a drafter's
-            raise ConfigError(
-                f"{other} is tied to {name}, and the config says tie_word_embeddings=False, so a loaded checkpoint "
-                "would have another output layer. Set config.tie_word_embeddings = True, or untie the two"
-            )
+    # Two heads may be tied, such as a drafter's. Then the config does not count.
+    pairs = [(other, name) for other, name in manifest.tied if other.endswith(_HEADS) != name.endswith(_HEADS)]
+    if pairs and config.get(_TIE) is not True and not _ties(config):
+        raise ConfigError(
+            f"{' is tied to '.join(pairs[0])}, and the config unties them once it is loaded. A loaded checkpoint would "
+            "have another output layer: set config.tie_word_embeddings = True, or untie the two"
+        )
+
+
+def _ties(config: dict[str, Any]) -> bool:
+    """Return whether a model of this config has a tied output layer, as transformers and vLLM load it.
+
+    Each class has its own default. The text part's value counts only if the class has none, or takes it over.
+    """
+    tied = config.get(_TIE, (config.get("text_config") or {}).get(_TIE, True))
+    with suppress(ImportError, KeyError, ValueError):  # a class that transformers does not have
+        from transformers import CONFIG_MAPPING
+
+        loaded = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+        tied = getattr(loaded, _TIE, getattr(loaded.get_text_config(), _TIE, False))
+    return bool(tied)
 
 
 def _dtype_of_weights(manifest: Manifest) -> str | None:

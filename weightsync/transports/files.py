@@ -33,11 +33,11 @@ from weightsync.errors import ConfigError, PlacementError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import typed
-from weightsync.planning.layout import Box, Count, itemsize
+from weightsync.planning.layout import Box, Count, ShardLocation, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
 from weightsync.planning.wire_types import Storage
 from weightsync.transports import base, staging
-from weightsync.transports.staging import Packer, SlotSection, by_rank, endpoint, slot_bytes, still_open, wait_until
+from weightsync.transports.staging import Packer, by_rank, endpoint, slot_bytes, still_open, wait_until
 
 _SLOT = 0
 _READ_BYTES = 64 * 2**20
@@ -98,7 +98,7 @@ class FilesTransport(base.Transport):
         if ranks.rank:
             return [base.Endpoint() for _ in range(plan.workers)]
         layout = [staging.lay_out(plan.manifest, by_rank(chunk.pieces), _SLOT) for chunk in plan.chunks]
-        pieces = [[_pieces(shards, each) for each in those.values()] for those in layout]
+        pieces = [[[_piece(shards, place) for place in each.places] for each in those.values()] for those in layout]
         return [endpoint(layout, [], incoming=incoming, pieces=pieces) for _ in range(plan.workers)]
 
     def _open(self, ranks: int) -> tuple[str, int]:
@@ -120,8 +120,7 @@ class FilesTransport(base.Transport):
         return True  # workers read files: nothing is sent to them
 
     def send(self, chunks: Sequence[int], seal: base.Seal | None, update: Update) -> None:
-        writer = still_open(self._writer)
-        writer.pushes += 1
+        still_open(self._writer).pushes += 1
         for number in chunks:
             still_open(self._writer).write(number, seal)
             update.wait(0.0)
@@ -146,12 +145,11 @@ class _ShardWriter:
     def __init__(
         self, plan: TransferPlan, tensors: base.LocalTensors, shards: Shards, incoming: Path, rank: int
     ) -> None:
-        self._shards, self._incoming, self._rank = shards, incoming, rank
+        self._shards, self._incoming, self._rank, self._gpus = shards, incoming, rank, tensors.gpus
         own = [[piece for piece in chunk.pieces if piece.rank == rank] for chunk in plan.chunks]
         self._layout = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
         self._slot = torch.empty(slot_bytes(self._layout), dtype=torch.uint8)
         self.packer = Packer(plan, tensors, self._layout, {_SLOT: self._slot})
-        self._gpus = tensors.gpus
         self.pushes = self._created = 0
 
     def folder(self, later: int = 0) -> Path:
@@ -183,14 +181,11 @@ class _ShardWriter:
         shard_files.append(_progress(self._incoming, self._rank), digest)
 
 
-def _pieces(shards: Shards, section: SlotSection) -> list[_Piece]:
-    """Return a worker's description of each piece of a section."""
-    rows = []
-    for place in section.places:
-        size, shape = itemsize(place.dtype), shards.manifest[place.name].shape
-        file, first = shards.file_of[place.name], shards.in_file[place.name]
-        rows.append(_Piece(file, first, shape, place.box, size, place.offset * size))
-    return rows
+def _piece(shards: Shards, place: ShardLocation) -> _Piece:
+    """Return a worker's description of the piece at this place of its slot."""
+    size, shape = itemsize(place.dtype), shards.manifest[place.name].shape
+    file, first = shards.file_of[place.name], shards.in_file[place.name]
+    return _Piece(file, first, shape, place.box, size, place.offset * size)
 
 
 class FilesReceiver(base.TransportReceiver):
@@ -227,8 +222,7 @@ class FilesReceiver(base.TransportReceiver):
         for number in numbers:
             self._seen += 1
             runs = self._runs[number]
-            ranks = [rank for rank, _, _ in runs]
-            wait_until(partial(self._late, ranks), "write a chunk", wait, deadline())
+            wait_until(partial(self._late, [rank for rank, *_ in runs]), "write a chunk", wait, deadline())
             for (rank, _, end), pieces in zip(runs, self._pieces[number], strict=True):
                 self._read(pieces, wait, deadline())
                 with _reading(_progress(self._incoming, rank)) as fd:
