@@ -71,8 +71,6 @@ class LoadPlanner:
         self.kernels = Kernels(model, [])
         self.outlived: list[object] = []
         """The objects that earlier groups kept alive. Kernels may use them until all weights are loaded anew."""
-        self.pushed_buffers: set[str] = set()
-        """The buffers that a push has filled. Each later one must fill them too: a cold start would not have them."""
         self._model = model
         self._constructed: frozenset[str] = frozenset()
         """The parameters of the model before its loader has made any."""
@@ -124,7 +122,6 @@ class LoadPlanner:
         self._model.find_lost(filled, chosen)
         missing = {param: boxes for param, boxes in missing.items() if param not in {*kept, *chosen}}
         held = named_tensors(pristine)
-        missing |= {name: [Box.full(tuple(held[name].shape))] for name in self._unfilled_buffers(filled, keep)}
         counts = Counter(load_path.values())
         answer = LoadPlan(
             used=_used(manifest, trace, pairs, held, self._model.dtype),
@@ -142,10 +139,6 @@ class LoadPlanner:
         )
         refilled = filled.intersection(dict(pristine.named_buffers()))
         return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources, filled, refilled)
-
-    def _unfilled_buffers(self, filled: set[str], keep: Sequence[str]) -> list[str]:
-        """Return the buffers of an earlier push that this one leaves alone."""
-        return sorted(name for name in self.pushed_buffers - filled if not _matching([name], keep))
 
     def _trace(self, manifest: Manifest) -> Trace:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""

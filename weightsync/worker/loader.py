@@ -9,6 +9,7 @@ a push it stays `POISONED`, and only a whole push heals it.
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import os
 import sys
@@ -35,7 +36,7 @@ from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel, any_worker
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
-from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner
+from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
 from weightsync.worker.trace import Fill, named_tensors, paddings
 from weightsync.worker.verify import FrozenDigests, Verifier, bytes_of
 
@@ -67,7 +68,9 @@ class Receiver:
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._clear_kv_cache: Callable[[], bool] | None = None  # between `begin_push` and `run`
         self._unproven: set[str] = set()
-        """The parameters written since the last commit."""
+        """The parameters and buffers of all pushes since the last commit."""
+        self._pushed_buffers: set[str] = set()
+        """The buffers of all pushes. Each later push must fill them too: a cold start would not have them."""
         self.loaded: Done | None = None
         """The outcome of a loaded push that awaits its commit."""
 
@@ -192,21 +195,26 @@ class Receiver:
         """Check the engine's kernels and kept parameters, and begin to search its KV cache. Writes nothing.
 
         Raises:
-            UnsupportedError: A kernel has changed since `make_plan`, the engine has lost a kept parameter, or a failed
-                push has written one.
+            UnsupportedError: A kernel has changed since `make_plan`, the engine has lost a kept parameter, or values of
+                an earlier push would stay.
             EngineError: Requests are between this engine and another.
         """
         if (traced := self._planner.traced) is not None:
             with self._model.scope():
                 self._planner.kernels.check()
                 self._model.check_kept(traced.answer.kept)
-                if mixed := sorted(self._unproven.intersection(traced.answer.kept)):
-                    raise UnsupportedError(
-                        f"a failed push has left a mixture in {first_few(mixed)}, and this push leaves them alone: "
-                        "push the whole model, or restart the engine"
-                    )
+                self._refuse_left(traced)
                 self._model.check_requests()
                 self._clear_kv_cache = self._model.search_kv_cache()
+
+    def _refuse_left(self, traced: TracedLoad) -> None:
+        """Raise `UnsupportedError` if values of an earlier push would stay, apart from those of a kept module."""
+        chosen = [fnmatch.filter(self._pushed_buffers, pattern) for pattern in traced.keep]
+        if left := self._pushed_buffers.difference(*chosen).union(self._unproven) - traced.filled:
+            raise UnsupportedError(
+                f"an earlier push had tensors for {first_few(sorted(left))}, and this one has none: their values would "
+                "stay. Push the whole model, without TensorSelection(buffers=False), or restart the engine"
+            )
 
     def run(self, go: Go, wait: Wait, new_deadline: NewDeadline, tell: Tell = lambda error: None) -> Done:
         """Run one whole push, after `begin_push`. The trainer writes exported parameters itself, except for constants.
@@ -225,7 +233,7 @@ class Receiver:
         clear, self._clear_kv_cache = self._clear_kv_cache, None
         self.state, self.loaded = POISONED, None
         self._unproven |= traced.filled
-        self._planner.pushed_buffers |= traced.buffers
+        self._pushed_buffers |= traced.buffers
         done = Done(go.version, 0, 0.0, 0.0, 0.0)
         with self._model.scope():
             self._model.restore_lost()
