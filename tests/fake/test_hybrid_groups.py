@@ -430,7 +430,7 @@ def test_engines_on_some_of_the_workers_gpus_take_turns_with_them(actor: WorkerG
 @pytest.fixture(scope="module")
 def three_places(cluster: None) -> Iterator[RolloutGroup]:
     pool = ResourcePool([3], gpus=0, cpus=0.3)
-    with RolloutGroup(pool, model="none", actor=StandIn, timeout_s=120.0) as group:
+    with RolloutGroup(pool, model="none", actor=StandIn, enable_sleep_mode=True, timeout_s=120.0) as group:
         yield group
     pool.close()
 
@@ -638,6 +638,28 @@ def test_without_drop_a_dead_engine_stays_until_it_is_removed(
                 others.add()
         assert others.names == before
         assert len(others.add()) == 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_generate_names_an_engine_that_died_asleep(actor: WorkerGroup, others: RolloutGroup, level: int):
+    with others.follow(actor) as sync:
+        sync.push()
+        dead = others.names[0]
+        others.sleep(level)
+        kill(others.actors[0])
+        with pytest.raises(PeerError, match=f"{dead} died before it answered wake_up"):
+            others.wake_up()
+        with pytest.raises(PeerError, match=f"{dead} died before it answered generate") as failed:
+            others.generate(prompts_of(3), n=1)
+        assert failed.value.who == dead
+        others.remove(dead)
+        if level == 2:
+            with pytest.raises(ConfigError, match="dropped by sleep of level 2: push before generate"):
+                others.generate(prompts_of(3), n=1)
+            sync.push()
+        others.wake_up()
+        assert len(others.generate(prompts_of(3), n=1)) == 3
+        others.add()
 
 
 @pytest.fixture(scope="module")

@@ -390,6 +390,11 @@ class RolloutGroup:
     def _ask(self, prompts: list[list[int]], sampling: dict[str, Any], numbers: list[int]) -> list[Share]:
         """Share the prompts of these numbers out over the serving engines."""
         serving = [one for one in self._engines if one.state is EngineState.SERVING]
+        for one in [one for one in serving if one.asleep or one.discarded]:
+            if has_died(one.actor.__ray_call__.remote(_nothing)):  # `wake_up` and pushes cannot wake it
+                died = f"{one.name} died before it answered generate, asleep: remove it, and add another"
+                self._leave_out(PeerError(died, who=one.name, phase="generate"))
+                serving.remove(one)
         if any(one.discarded for one in serving):
             raise ConfigError("the engines' weights were dropped by sleep of level 2: push before generate")
         if any(one.asleep for one in serving):
