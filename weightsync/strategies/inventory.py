@@ -46,25 +46,24 @@ def take_inventory(
     )
 
 
-def settings_of(reading: Reading) -> list[str] | None:
-    """Return a mark of this rank's tensors, and the distinct texts in the settings. None: the rank has no tensors."""
+def settings_of(reading: Reading) -> dict[str, list[str]]:
+    """Return the distinct texts in the settings, by a mark of this rank's tensors. Empty: the rank has no tensors."""
     if not reading.shards:
-        return None
+        return {}
     tensors, settings = reading.manifest.tensors, reading.settings()
     texts = {each for each in settings if isinstance(each, str)} if isinstance(settings, list) else ()
-    return [f"{len(tensors)} {tensors[0].name} {tensors[-1].name}", *sorted(texts)]
+    return {f"{len(tensors)} {tensors[0].name} {tensors[-1].name}": sorted(texts)}
 
 
-def check_settings(everyone: Sequence[list[str] | None]) -> None:
+def check_settings(everyone: Sequence[dict[str, list[str]]]) -> None:
     """Raise `ConfigError` if ranks with the same mark have different settings.
 
     The engines would get a mixture. A pipeline stage has its own tensors, and perhaps its own settings.
 
-    everyone: of each rank a mark, such as `settings_of` makes of its tensors, and the settings as texts. None: no rank
-        is compared with this one.
+    everyone: each rank's settings as texts, by a mark, such as `settings_of` makes of its tensors.
     """
     first: dict[str, tuple[int, list[str]]] = {}
-    for rank, (mark, *own) in [(rank, each) for rank, each in enumerate(everyone) if each is not None]:
+    for rank, mark, own in [(rank, *marked) for rank, each in enumerate(everyone) for marked in each.items()]:
         other, theirs = first.setdefault(mark, (rank, own))
         if own != theirs:
             found = first_few([each for each in own if each not in theirs]) or "none"

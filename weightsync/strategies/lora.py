@@ -166,7 +166,7 @@ class LoraAdapters(UpdateStrategy):
         reading, config, described = read_lora(self._source, model, self._transport.base_is_pushed)
         check_finite(reading)
         # Each rank writes its own shards, so adapters that differ would be mixed in the file.
-        check_settings(update.ranks.gather(["", *described], "plan"))
+        check_settings(update.ranks.gather({"": described}, "plan"))
         manifest, mine = share_out(update, reading.manifest, reading.shards)
         version = None
         if update.ranks.rank == 0:
