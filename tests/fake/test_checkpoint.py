@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,54 @@ def test_an_older_version_is_there_until_the_engine_serves_the_new_one(
         pusher.push(4)
         assert seen == [*versions, "version-00000003"]
     assert names_in(tmp_path) == [".lock", "version-00000003"]
+
+
+class TextAlone(TinyEngineModel):
+    """A loader that passes over a tower, as vLLM's do for a tower that was left out."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        has_tower = hasattr(self, "visual")
+        super().load_weights((name, tensor) for name, tensor in weights if has_tower or not name.startswith("visual."))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 2**20])
+def test_a_version_has_the_part_that_the_engine_does_not_run(tmp_path: Path, max_bytes: int):
+    host = ModuleHost(TextAlone, checkpoint(1))
+    host.left_out["visual"] = Tower
+    transport = CheckpointTransport(tmp_path, max_shard_bytes=300)
+    with (
+        closing(FakeEngine(host)) as engine,
+        WeightSync("fsdp", transport, engine, max_bytes=max_bytes, timeout_s=10.0) as sync,
+    ):
+        for seed in (2, 3):
+            everything = {**checkpoint(seed), "visual.weight": torch.full((4, 3), float(seed))}
+            version = sync.push(trainer_model(everything)).version
+            assert_equal(read(tmp_path / f"version-{version:08}"), everything)
+            assert_serves(host, seed)
+
+
+class OwnHead(TinyEngineModel):
+    """A loader that reads an output layer into the embedding, where the engine ties the two."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((name.replace("head.", "embed."), tensor) for name, tensor in weights)
+
+
+def test_a_version_has_the_output_layer_that_the_engine_ties(tmp_path: Path):
+    """The trainer's two tensors are equal. Its config unties them, so the version needs both."""
+    host = ModuleHost(OwnHead, checkpoint(1))
+    everything = {**checkpoint(2), "head.weight": checkpoint(2)["embed.weight"]}
+    with closing(FakeEngine(host)) as engine:
+        with WeightSync("fsdp", CheckpointTransport(tmp_path), engine, timeout_s=10.0) as sync:
+            sync.push(trainer_model(everything))
+        assert_equal(read(tmp_path / "version-00000001"), everything)
+        assert_serves(host, 2)
 
 
 def test_one_file_needs_no_index(engine: FakeEngine, tmp_path: Path):

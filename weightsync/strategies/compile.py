@@ -58,7 +58,7 @@ def compile_plan(
     distinct = [*{id(plan): plan for plan in plans}.values()]
     _check(manifest, together, _of_engines(fleet, plans), options)
     as_it_is = {name for pair in together for name in pair}
-    travelling = plan_checks.wire_manifest(manifest, distinct, options.selection, as_it_is)
+    travelling = plan_checks.wire_manifest(manifest, distinct, options.selection, as_it_is, transport.sends_unread)
     locations = [at for each in everyone for at in each.locations if at.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
     reads = plan_checks.reads_of(travelling, plans)

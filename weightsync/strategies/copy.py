@@ -202,12 +202,11 @@ class CopyWeights(FleetStrategy):
 
     def _wait_done(self, update: Update, push: PlannedPush, group: Sequence[TransferSession]) -> None:
         """Wait on rank 0 for every worker and rank of a group. Note there what they answer."""
-        timeline = update.timeline
         if self._fleet is not None:
             push.done = self._fleet.wait_done(max(session.done_s(self._options.timeout_s) for session in group))
-        own = timeline.seconds("transfer"), sum(session.transport.sent_bytes for session in group)
+        own = update.timeline.seconds("transfer"), sum(session.transport.sent_bytes for session in group)
         everyone = update.ranks.gather(own, "transfer")
-        timeline.sent_s = [seconds for seconds, _ in everyone]
+        update.timeline.sent_s = [seconds for seconds, _ in everyone]
         push.sent_bytes += sum(nbytes for _, nbytes in everyone)
 
     def _commit(self, fleet: Fleet, push: PlannedPush, group: Sequence[TransferSession]) -> None:
@@ -314,10 +313,9 @@ class CopyWeights(FleetStrategy):
             self._open(update, groups[0])
         pushed = self._memory.pushed
         label = pushed.label if late and pushed is not None else update.label
-        nbytes = max((session.nbytes for session in sessions), default=0)
         if self._verify == "none":
             of_session = {session: [] for session in sessions}
-        return PlannedPush(groups, version, label, of_session, nbytes)
+        return PlannedPush(groups, version, label, of_session, max((each.nbytes for each in sessions), default=0))
 
     def _open_early(self, update: Update) -> bool:
         """Begin to open the update before the model is read, on rank 0, if that ends no request. Return whether it did.

@@ -246,9 +246,9 @@ def _unread(manifest: Manifest, plans: Sequence[LoadPlan]) -> dict[str, str]:
 
 
 def wire_manifest(
-    manifest: Manifest, plans: Sequence[LoadPlan], selection: TensorSelection, as_it_is: Set[str]
+    manifest: Manifest, plans: Sequence[LoadPlan], selection: TensorSelection, as_it_is: Set[str], unread: bool
 ) -> Manifest:
-    """Return the manifest with the dtypes on the wire, without tensors that no engine takes.
+    """Return the manifest with the dtypes on the wire. `unread`: also of tensors that no engine takes.
 
     The selection's dtype comes first. Otherwise it is the trainer's dtype, or a narrower dtype common to all engines. A
     cast to a wider dtype is exact, and cheaper on the engine's side. The names in `as_it_is` keep the manifest's dtype.
@@ -261,8 +261,9 @@ def wire_manifest(
                 differing.add(name)
                 held[name] = max(known, kind, key=itemsize)
     tensors, wrong = [], {}
-    for meta in (meta for meta in manifest if meta.name in held):
-        dtype, theirs = meta.dtype if meta.name in as_it_is else selection.wire_dtype(meta.name), held[meta.name]
+    for meta in (meta for meta in manifest if unread or meta.name in held):
+        theirs = held.get(meta.name, meta.dtype)
+        dtype = meta.dtype if meta.name in as_it_is else selection.wire_dtype(meta.name)
         if dtype is None:
             is_narrower = meta.name not in differing and itemsize(theirs) < itemsize(meta.dtype)
             dtype = theirs if is_narrower else meta.dtype

@@ -163,6 +163,8 @@ class Transport(ABC):
     """
 
     name: str
+    sends_unread: bool = False
+    """Whether the tensors that no engine reads travel too. `route` must then give a chain that reads them."""
     min_chunk_bytes: int = 1
     """Least size of a chunk whose bytes take longer than its messages. Rank 0 sets it in `route`."""
     max_chunk_bytes: int = sys.maxsize

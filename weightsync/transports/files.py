@@ -34,7 +34,7 @@ from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import typed
 from weightsync.planning.layout import Box, Count, ShardLocation, itemsize
-from weightsync.planning.transfer_plan import Chain, TransferPlan, chain_of
+from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports import base, staging
 from weightsync.transports.staging import Packer, by_rank, endpoint, slot_bytes, still_open, wait_until
@@ -68,6 +68,7 @@ class FilesTransport(base.Transport):
     """The trainer's end of `CheckpointTransport(folder)`. See `CheckpointTransport` for the arguments."""
 
     name = "checkpoint"
+    sends_unread = True  # a version is whole, whatever part of the model the engines run
 
     def __init__(
         self, folder: Path, keep_last: int, max_shard_bytes: int, saved_beside: Sequence[Any], takes_configs: bool
@@ -82,12 +83,13 @@ class FilesTransport(base.Transport):
     def route(self, request: base.RouteRequest) -> tuple[Chain, ...]:
         shard_files.check_whole(request.manifest, request.locations)
         # Every worker checks in `connect` that it sees the folder. No worker passes bytes on, so one stands for all.
-        return (Chain((0,), chain_of(range(len(request.reads)), request.reads).reads),)
+        boxes = {meta.shape: (Box.full(meta.shape),) for meta in request.manifest}
+        return (Chain((0,), {meta.name: boxes[meta.shape] for meta in request.manifest}),)
 
     def prepare(self, plan: TransferPlan, tensors: base.LocalTensors, update: Update) -> list[base.Endpoint]:
         ranks = update.ranks
-        travelling = (name for chunk in plan.chunks for name in chunk.names)
-        order = dict.fromkeys([*travelling, *plan.manifest.names])  # no chunk has tensors without elements
+        # No chunk has tensors without elements.
+        order = dict.fromkeys([*(name for chunk in plan.chunks for name in chunk.names), *plan.manifest.names])
         shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
         opened = self._open(ranks.size) if ranks.rank == 0 else None
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
@@ -244,8 +246,7 @@ class FilesReceiver(base.TransportReceiver):
     def _read(self, pieces: Sequence[_Piece], wait: base.Wait, deadline: Deadline) -> None:
         """Read one rank's pieces, and zero the gaps between them. The rank's digest covers zeroed gaps too."""
         for piece in pieces:
-            length, starts = runs(piece.shape, piece.box)
-            at = piece.first
+            at, (length, starts) = piece.first, runs(piece.shape, piece.box)
             with _reading(self._incoming / str(self._pushes) / piece.file) as fd:
                 for begin in starts:
                     end = at + length * piece.itembytes
