@@ -65,7 +65,7 @@ class GroupSync:
         Raises:
             ConfigError: The sync was closed, or the engines follow another sync.
             WeightSyncError: As for `WeightSync.push`. Engines that slept then have no KV cache until a push succeeds.
-                Or the failure of an earlier `remote` call whose result was not asked for.
+                Or the failure of an earlier `remote` call, if no `result()` has raised it.
         """
         if self._is_closed or not self._engines.is_followed_by(self):
             raise ConfigError(

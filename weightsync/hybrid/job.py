@@ -66,8 +66,8 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
 
     Raises:
         ConfigError: A value is not JSON, `keep` is less than 1, or a worker's node does not share the folder.
-        WeightSyncError: As for a call of a `WorkerGroup`. Or the failure of an earlier `remote` call whose result was
-            not asked for.
+        WeightSyncError: As for a call of a `WorkerGroup`. Or the failure of an earlier `remote` call, if no `result()`
+            has raised it.
     """
     try:
         text = json.dumps(dict(state), indent=2)

@@ -71,7 +71,7 @@ class Processes:
         return pending
 
     def check_steps(self, doing: str) -> None:
-        """Wait for the calls under way, and raise a failure that no `result` has raised.
+        """Wait for the calls under way, and raise a failure not yet raised by `result`.
 
         Ranks may have taken the step or not. Their weights would be a mixture.
         """

@@ -290,7 +290,7 @@ class Connection:
         """Send the last message, and EOF behind it. The peer may still send. Never raises."""
         self.try_send(message, deadline, phase)
         with suppress(OSError):  # the peer is gone
-            # Not TLS's own shutdown: it takes the connection's state away from a thread that reads.
+            # Not TLS's own shutdown: it takes the connection's state away from a reading thread.
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
 
     def has_ended(self, wait_s: float) -> bool:

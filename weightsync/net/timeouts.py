@@ -117,7 +117,7 @@ SERVER_PORT_S = 20.0
 FAREWELL_S = 3.0
 """Longest time for an engine to end its calls after a failure."""
 ENGINE_FAREWELL_S = 3.0
-"""Longest time for all workers to unmap the memory of a trainer that closes."""
+"""Longest time for all workers to unmap a closing trainer's memory."""
 WORKER_FAREWELL_S = 1.0
 """Longest time for a worker to send its error to a trainer."""
 ADAPTER_FAREWELL_S = 5.0

@@ -44,7 +44,7 @@ class TracedLoad:
     load_path: the load path of each group of modules, in the model's order.
     group_of: the group of each parameter.
     sources: the names of the tensors loaded into each group.
-    filled: the parameters and buffers that the loader writes.
+    filled: the parameters and buffers written by the loader.
     buffers: the buffers among them.
     """
 

@@ -220,7 +220,7 @@ class WorkerSession:
                     self.receiver.state = wire.POISONED
 
     def _let_go(self, connection: Connection) -> None:
-        """Unmap the memory of a trainer that has hung up, or has died. Called in another thread."""
+        """Unmap the memory of a trainer after its hang-up or death. Called in another thread."""
         with self._turn, torch.cuda.device(self._model.device) if self._model.device.type == "cuda" else nullcontext():
             self._turn.wait_for(lambda: not self._serving)
             if self._connection is connection:
