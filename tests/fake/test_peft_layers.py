@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 import tiny_models
 import torch
 import zero
+from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, give
 from quantizers import find_quantizers, need_quantizers
 from ranks import run_ranks
 from test_lora import check, fill_adapters, pieces_of, wrapped
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from weightsync import TensorSelection, UnsupportedError
+from weightsync import TensorSelection, UnsupportedError, WeightSync
 from weightsync.sources import open_source
 from weightsync.sources.base import SteadySource
 
@@ -107,6 +109,34 @@ def test_a_push_merges_as_peft_does(kind: str):
     for weights in "AB":
         fill_adapters(model, weights)
         check(model, merged(model))
+
+
+def around(base: dict[str, nn.Parameter], alpha: int, weights: str) -> Any:
+    """A model with these very parameters, and with an adapter of its own on layers of attention."""
+    model = nn.Module()
+    give(model, base)
+    for layer in "01":
+        for part in "qkv":
+            name = f"layers.{layer}.attn.{part}"
+            linear = nn.Linear(1, 1, device="meta")
+            linear.weight, linear.bias = base[f"{name}.weight"], base[f"{name}.bias"]
+            linear.out_features, linear.in_features = linear.weight.shape
+            model.get_submodule(f"layers.{layer}.attn").add_module(part, linear)
+    found = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q", "v"]))
+    fill_adapters(found, weights)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["ipc", "broadcast"])
+def test_models_around_the_same_base_are_pushed_each_with_its_adapter(transport: str):
+    base = {name: nn.Parameter(tensor) for name, tensor in checkpoint(2).items()}
+    models = [around(base, 4, "A"), around(base, 4, "B"), around(base, 8, "A")]
+    host = ModuleHost(TinyEngineModel, checkpoint(1))
+    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", transport, engine, timeout_s=30.0) as sync:
+        for model in (*models, models[0]):
+            sync.push(model)
+            for name, tensor in cold(merged(model)).state_dict().items():
+                assert torch.equal(host.live.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
