@@ -62,6 +62,28 @@ def test_pushed_equals_cold_and_so_does_what_was_written(
         assert_same(found, cold_answers[weights], f"cold from version {version}")
 
 
+def tie_layers(trainer: Engines, name: str) -> None:
+    """Give the first layer's tensor to the second layer too."""
+    module, _, tensor = name.rpartition(".")
+    first, second = (layer.get_submodule(module) for layer in trainer.model.model.layers)
+    setattr(second, tensor, getattr(first, tensor))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [("qwen3", "mlp.up_proj.weight"), ("qwen3-moe", "mlp.experts.gate_up_proj")],  # the second is saved in parts
+)
+def test_an_engine_starts_from_layers_tied_by_hand(engines: Remote, tmp_path: Path, kind: str, tied: str):
+    """Its loader ties no layers."""
+    untied_answers = engines.call(Engines.serve, kind, timeout_s=240)
+    engines.call(load, kind, tmp_path)
+    engines.call(tie_layers, tied)
+    version = engines.call(push, "B")
+    pushed = engines.call(Engines.ask)
+    assert pushed != untied_answers["B"]
+    assert_same(engines.call(start_and_ask, tmp_path / f"version-{version:08}", timeout_s=240), pushed, "cold from it")
+
+
 def serve_quantised(engines: Engines, scheme: str) -> tuple[dict[str, Answer], Path]:
     name = f"qwen2-{scheme}"
     engines.save(name, lambda weights, to: quantised_checkpoints.save(tiny_models.build("qwen2", weights), scheme, to))

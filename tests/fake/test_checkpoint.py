@@ -188,6 +188,35 @@ def test_a_version_has_the_part_that_the_engine_does_not_run(tmp_path: Path, max
             assert_serves(host, seed)
 
 
+class TiedTower(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Parameter(torch.empty(4, 3))
+
+
+@pytest.mark.parametrize("max_bytes", [1, 2**20])
+def test_a_version_has_tensors_tied_by_hand_under_each_name(tmp_path: Path, max_bytes: int):
+    """Also those that the engine does not run. Nothing but the trainer's code ties them, so a cold start has both."""
+    host = ModuleHost(TextAlone, checkpoint(1))
+    host.left_out["visual"] = TiedTower
+    transport = CheckpointTransport(tmp_path, max_shard_bytes=300)
+    with (
+        closing(FakeEngine(host)) as engine,
+        WeightSync("fsdp", transport, engine, max_bytes=max_bytes, timeout_s=10.0) as sync,
+    ):
+        for seed in (2, 3):
+            everything = {**checkpoint(seed), "visual.weight": torch.full((4, 3), float(seed))}
+            everything["visual.again"] = everything["visual.weight"]
+            everything["layers.1.norm.weight"] = everything["layers.0.norm.weight"]
+            model: Any = trainer_model(everything)
+            model.visual.again = model.visual.weight
+            model.layers.get_submodule("1.norm").weight = model.layers.get_submodule("0.norm").weight
+            version = sync.push(model).version
+            assert_equal(read(tmp_path / f"version-{version:08}"), everything)
+            for name, tensor in cold({n: t for n, t in everything.items() if "visual" not in n}).state_dict().items():
+                assert torch.equal(host.live.state_dict()[name], tensor), name
+
+
 class OwnHead(TinyEngineModel):
     """A loader that reads an output layer into the embedding, where the engine ties the two."""
 
@@ -635,6 +664,42 @@ def test_a_model_tied_by_hand_is_loaded_as_it_was(tmp_path: Path):
     model.config.tie_word_embeddings = True
     weightsync.save(model, tmp_path / "new")
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "tied"),
+    [
+        ("qwen3", "layers.0", "layers.1", ["mlp.up_proj.weight"]),
+        ("llama", "layers.0", "layers.1", ["input_layernorm.weight", "post_attention_layernorm.weight"]),
+        # In the checkpoint each expert has tensors of its own.
+        ("qwen3-moe", "layers.0", "layers.1", ["mlp.experts.gate_up_proj"]),
+        # In the checkpoint these two are one tensor.
+        ("hrm-text", "L_module.layers.0", "H_module.layers.0", ["mlp.gate_proj.weight", "mlp.up_proj.weight"]),
+    ],
+)
+def test_layers_tied_by_hand_are_loaded_as_they_were(
+    kind: str, first: str, second: str, tied: list[str], tmp_path: Path
+):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_models.build(kind, "A")
+    for name in tied:
+        module, _, tensor = name.rpartition(".")
+        own = model.model.get_submodule(f"{first}.{module}")
+        setattr(model.model.get_submodule(f"{second}.{module}"), tensor, getattr(own, tensor))
+    weightsync.save(model, tmp_path / "new", max_shard_bytes=100_000)
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
+
+
+def test_ties_of_the_class_are_saved_once(tmp_path: Path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    model = BertForMaskedLM(BertConfig(num_hidden_layers=1, **sizes))
+    weightsync.save(model, tmp_path / "new")
+    left_out = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    assert read(tmp_path / "new").keys() == model.state_dict().keys() - left_out
+    assert_equal(BertForMaskedLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize(

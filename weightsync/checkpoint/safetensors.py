@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from msgspec.structs import replace
+
 from weightsync.errors import ConfigError
 from weightsync.planning.bucketing import fill_buckets
 from weightsync.planning.layout import Box, Manifest, TensorMeta, itemsize, row_major
@@ -62,8 +64,8 @@ class Shards:
 def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes: int) -> Shards:
     """Return the files of a checkpoint, each of at most `max_shard_bytes` of tensors, but at least one group.
 
-    `groups` have every name once, in the order of the files. Raises `ConfigError` for dtypes and names that safetensors
-    does not have.
+    `groups` have every name once, in the order of the files. A tied tensor is in the files under each of its names.
+    Raises `ConfigError` for dtypes and names that safetensors does not have.
     """
     if unknown := {meta.name: meta.dtype for meta in manifest if meta.dtype not in _CODES}:
         name, dtype = next(iter(unknown.items()))
@@ -73,6 +75,8 @@ def lay_out(manifest: Manifest, groups: Sequence[Sequence[str]], max_shard_bytes
             f"a tensor is named {_METADATA}, and safetensors files reserve this name: use "
             "TensorSelection(exclude=...) or TensorSelection(rename=...)"
         )
+    again = [replace(manifest[name], name=other) for other, name in manifest.tied]
+    manifest, groups = Manifest((*manifest, *again), manifest.tied), [*groups, *([meta.name] for meta in again)]
     contents = [bucket.names for bucket in fill_buckets(manifest, map(tuple, groups), max_shard_bytes)]
     files: list[CheckpointFile] = []
     in_file: dict[str, int] = {}

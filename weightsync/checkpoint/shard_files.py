@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -78,25 +79,27 @@ def write_beside(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> N
 
 
 def write(folder: Path, shards: Shards, regions: Iterable[tuple[ShardLocation, torch.Tensor]]) -> None:
-    """Write a rank's regions, in the manifest's dtypes, and wait until they are on the disk.
+    """Write a rank's regions, in the manifest's dtypes and under all their names. Wait until they are on the disk.
 
     Then readers on other hosts find them. Raises `PlacementError`.
     """
     with placement_errors(f"cannot write to {folder}"), ExitStack() as stack:
         files: dict[str, int] = {}
+        tied = grouped(shards.manifest.tied, itemgetter(1))
         for location, region in regions:
             if not location.box.numel:
                 continue
-            meta, name = shards.manifest[location.name], shards.file_of[location.name]
-            if name not in files:
-                files[name] = stack.enter_context(opened_plain(folder / name, os.O_RDWR))
+            meta = shards.manifest[location.name]
             values = region.to(device="cpu", dtype=getattr(torch, meta.dtype)).contiguous()
             memory = values.view(-1).view(torch.uint8).numpy().data
             length, starts = runs(meta.shape, location.box)
             nbytes = length * itemsize(meta.dtype)
-            for number, start in enumerate(starts):
-                first = shards.in_file[meta.name] + start * itemsize(meta.dtype)
-                _write_at(files[name], memory[number * nbytes : (number + 1) * nbytes], first)
+            for name in (meta.name, *(other for other, _ in tied.get(meta.name, ()))):
+                if (file := shards.file_of[name]) not in files:
+                    files[file] = stack.enter_context(opened_plain(folder / file, os.O_RDWR))
+                for number, start in enumerate(starts):
+                    first = shards.in_file[name] + start * itemsize(meta.dtype)
+                    _write_at(files[file], memory[number * nbytes : (number + 1) * nbytes], first)
         for fd in files.values():
             os.fdatasync(fd)
 

@@ -49,10 +49,26 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
     return found
 
 
+def apart_when_loaded(manifest: Manifest, model: Model) -> Manifest:
+    """Return the manifest without the ties of a loaded model.
+
+    Output layers may be tied by the config, and other tensors by the class of a transformers model.
+    """
+    from weightsync.sources.module_tree import unwrapped
+
+    ties = getattr(unwrapped(model), "all_tied_weights_keys", {}) if isinstance(model, nn.Module) else {}
+    apart = (pair for pair in manifest.tied if len({ties.get(name, name) for name in pair}) > 1 and not _is_head(pair))
+    return Manifest(manifest.tensors, tuple(apart))
+
+
+def _is_head(pair: tuple[str, str]) -> bool:
+    """Return whether one of the names is an output layer. Two heads may be tied, such as a drafter's."""
+    return pair[0].endswith(_HEADS) != pair[1].endswith(_HEADS)
+
+
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
     """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie."""
-    # Two heads may be tied, such as a drafter's. Then the config does not count.
-    pairs = [(other, name) for other, name in manifest.tied if other.endswith(_HEADS) != name.endswith(_HEADS)]
+    pairs = list(filter(_is_head, manifest.tied))
     if pairs and config.get(_TIE) is not True and not _ties(config):
         raise ConfigError(
             f"{' is tied to '.join(pairs[0])}, and the config unties them once it is loaded. A loaded checkpoint would "

@@ -67,13 +67,6 @@ class SavedParts:
     regions: tuple[SavedRegion, ...]
     _views: dict[tuple[Box, tuple[int, ...]], list[SavedView]] = field(default_factory=dict, compare=False)
 
-    def are_the_whole(self) -> bool:
-        """Return whether a checkpoint tensor equals this tensor, apart from its name."""
-        return all(
-            region.box == region.into == Box.full(meta.shape) and region.dims == tuple(range(len(region.dims)))
-            for meta, region in zip(self.metas, self.regions, strict=True)
-        )
-
     def without_excluded(self, selection: TensorSelection) -> SavedParts:
         """Return the parts without excluded ones."""
         pairs = zip(self.metas, self.regions, strict=True)
@@ -103,7 +96,7 @@ def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = (
     """
     metas = dict.fromkeys(meta for parts in saved for meta in parts.metas)
     names = {meta.name for meta in metas}
-    return Manifest(tuple(metas), tuple(pair for pair in tied if pair[0] not in names))
+    return Manifest(tuple(metas), tuple(dict.fromkeys(pair for pair in tied if pair[0] not in names)))
 
 
 def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:

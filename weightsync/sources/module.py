@@ -165,7 +165,7 @@ class ModuleSource(LocalSource):
     ) -> tuple[list[tuple[LocalParam, SavedParts]], list[tuple[str, str]]]:
         """Return this rank's part of each of the model's tensors, with its parts in the checkpoint.
 
-        The second list has (other name, name), in the checkpoint, of each tied tensor that is saved unchanged.
+        The second list has (other name, name), in the checkpoint, of each tied tensor of the checkpoint.
         """
         tensors, tied = self._tensors(model, on_meta)
         of_name = {name: TensorMeta(name, held.shape, held.dtype) for name, held in tensors}
@@ -177,9 +177,11 @@ class ModuleSource(LocalSource):
         by_name = dict(zip(of_name, saved, strict=True))
         ties = [(other, by_name[name]) for other, name in zip(saved_others, tied.values(), strict=True)]
         return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)], [
-            (other.metas[0].name, first.metas[0].name)
-            for other, first in ties
-            if len(other.metas) == len(first.metas) == 1 and other.are_the_whole() and first.are_the_whole()
+            (other.name, own.name)
+            for others, first in ties
+            for saved_as in (dict(zip(first.regions, first.metas, strict=True)),)
+            for other, region in zip(others.metas, others.regions, strict=True)
+            if (own := saved_as.get(region)) and other.shape == own.shape
         ]
 
     @torch.no_grad()

@@ -274,7 +274,7 @@ def wire_manifest(
         raise ManifestError(
             f"{len(wrong)} tensors have a dtype that the engine cannot take, such as {_first(wrong)}", mismatched=wrong
         )
-    return Manifest(tuple(tensors), tuple(pair for pair in manifest.tied if pair[1] in held))
+    return Manifest(tuple(tensors), tuple(pair for pair in manifest.tied if unread or pair[1] in held))
 
 
 def _is_float(dtype: str) -> bool:

@@ -28,7 +28,7 @@ from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
 from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import Shards, lay_out, runs
-from weightsync.checkpoint.sidecars import files_beside, with_configs
+from weightsync.checkpoint.sidecars import apart_when_loaded, files_beside, with_configs
 from weightsync.errors import ConfigError, PlacementError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
@@ -90,7 +90,8 @@ class FilesTransport(base.Transport):
         ranks = update.ranks
         # No chunk has tensors without elements.
         order = dict.fromkeys([*(name for chunk in plan.chunks for name in chunk.names), *plan.manifest.names])
-        shards = lay_out(plan.manifest, [(name,) for name in order], self._max_shard_bytes)
+        saved = apart_when_loaded(plan.manifest, tensors.model())
+        shards = lay_out(saved, [(name,) for name in order], self._max_shard_bytes)
         opened = self._open(ranks.size) if ranks.rank == 0 else None
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
         shard_files.check_seen(Path(incoming), f"trainer rank {ranks.rank}")
