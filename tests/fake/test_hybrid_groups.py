@@ -189,6 +189,32 @@ def test_a_push_raises_the_failure_of_a_step_that_nobody_asked_for(
         assert sync.push().version == version + 2
 
 
+def test_a_push_raises_all_unasked_failures_at_once(actor: WorkerGroup, engine: RolloutGroup):
+    with engine.follow(actor) as sync:
+        for rank in (0, 1, 0):
+            actor.fail.remote("theirs", rank)
+        with pytest.raises(WorkerError, match="nor those of 2 more failed calls, so the push has not begun"):
+            sync.push()
+        actor.unreadable.remote()  # is not read here: only failures are
+        sync.push()
+
+
+def test_a_push_does_not_begin_before_a_late_step_has_ended(
+    actor: WorkerGroup, engine: RolloutGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with engine.follow(actor) as sync:
+        with monkeypatch.context() as patch:
+            patch.setattr(actor.processes, "timeout_s", 0.5)
+            actor.fail.remote("theirs", 2, tmp_path / "end")
+        with pytest.raises(
+            SyncTimeoutError, match=r"no answer to Policy\.fail within 0\.5 s .* the push has not begun"
+        ):
+            sync.push()
+        (tmp_path / "end").touch()
+        wait_until_idle(actor)
+        sync.push()
+
+
 def wait_until_idle(actor: WorkerGroup) -> None:
     while True:
         try:

@@ -19,6 +19,13 @@ from weightsync.errors import ManifestError
 from weightsync.hybrid import Dispatch, Worker, column, register
 
 
+class Unreadable:
+    """A value that cannot be read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
 class Policy(Worker):
     def init_model(self, seed: int) -> None:
         self.model = PlainTrainer(checkpoint(seed))
@@ -70,6 +77,10 @@ class Policy(Worker):
             dist.barrier()
         while until is not None and not until.exists():
             time.sleep(0.05)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def unreadable(self) -> Any:
+        return Unreadable()
 
     @register(Dispatch.ONE_TO_ALL)
     def change(self, seed: int) -> None:

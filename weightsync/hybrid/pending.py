@@ -46,12 +46,20 @@ class Pending:
 
     names: the actors' names by their results at Ray.
     after: calls with results that are arguments of this call. If one fails, no actor runs this call.
+    signs: the same names by results without values. They show a failure without fetching any value. None: `names`.
     """
 
-    def __init__(self, doing: str, names: Mapping[Any, str], timeout_s: float, after: Sequence[Waited] = ()) -> None:
+    def __init__(
+        self,
+        doing: str,
+        names: Mapping[Any, str],
+        timeout_s: float,
+        after: Sequence[Waited] = (),
+        signs: Mapping[Any, str] | None = None,
+    ) -> None:
         self.doing = doing
         self._failure: WeightSyncError | None = None
-        self._names = names
+        self._names, self._signs = names, signs or names
         self._after = after
         self._deadline = Deadline(timeout_s)
 
@@ -71,32 +79,27 @@ class Pending:
             self._after = ()  # or a chain of calls would keep the results of all in Ray's store
             return found
         except ray.exceptions.GetTimeoutError:
-            doing, who = self.late()
-            self._failure = SyncTimeoutError(
-                f"no answer to {doing} within {self._deadline.timeout_s:g} s from {', '.join(who)}",
-                phase=self.doing,
-                waiting_for=who,
-            )
-        except ray.exceptions.RayError:
-            self._failure = self._first_cause()
+            self._failure = self._too_late()
+        except ray.exceptions.RayError as error:
+            self._failure = self._first_cause(error)
         raise self._failure
 
     def running(self, wait_s: float = 0.0) -> list[str]:
         """Return the names of the actors without an answer, if all have not answered within `wait_s`."""
-        return [self._names[ref] for ref in self._by_now(wait_s)[1]]
+        return [self._signs[ref] for ref in self._by_now(wait_s)[1]]
 
     def has_ended(self) -> bool:
         """Return whether `results` returns or raises at once."""
         return self._deadline.passed() or not self.running() or self.has_failed()
 
-    def await_end(self) -> None:
-        """Wait until all actors have answered, one has failed, or the deadline has passed. Fetches no result."""
-        waiting = self.refs
-        while waiting and not self.has_failed() and not self._deadline.passed():
-            _, waiting = ray.wait(waiting, timeout=self._deadline.left_s(), fetch_local=False)
+    def settle(self) -> None:
+        """Wait until all actors have answered, or one has failed, or the deadline has passed. Fetches no result."""
+        while not self.has_failed() and self.running(min(NEWS_S, self._deadline.left_s())):
+            if self._deadline.passed():
+                self._failure = self._too_late()
 
     def unasked(self) -> WeightSyncError | None:
-        """Return the failure so far, unless a call's `results` has raised it."""
+        """Return the failure so far, unless it was raised by a call's `results`."""
         failure = self.failure()
         return failure if failure is not None and failure.__traceback__ is None else None
 
@@ -117,21 +120,33 @@ class Pending:
 
     def _by_now(self, wait_s: float = 0.0) -> tuple[list[Any], list[Any]]:
         """Return the refs with results, and the refs without results so far."""
-        ended, waiting = ray.wait(list(self._names), num_returns=len(self._names), timeout=wait_s, fetch_local=False)
+        ended, waiting = ray.wait(list(self._signs), num_returns=len(self._signs), timeout=wait_s, fetch_local=False)
         return ended, waiting
 
-    def _first_cause(self) -> WeightSyncError:
-        """Return the failure that caused the others: an earlier call's, and a death before an exception."""
+    def _too_late(self) -> SyncTimeoutError:
+        doing, who = self.late()
+        text = f"no answer to {doing} within {self._deadline.timeout_s:g} s from {', '.join(who)}"
+        return SyncTimeoutError(text, phase=self.doing, waiting_for=who)
+
+    def _first_cause(self, seen: Exception | None = None) -> WeightSyncError:
+        """Return the failure that caused the others: an earlier call's, and a death before an exception.
+
+        seen: Ray's error, if a value was lost or cannot be read here.
+        """
         for each in self._after:
             if (earlier := each.failure()) is not None:
                 return earlier
-        refs = self.refs
-        ended, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+        ended, waiting = self._by_now()
         later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=NEWS_S) if waiting else ([], [])
-        failed = [(ref, error) for ref in (*ended, *later, *lost) if (error := raised(ref)) is not None]
-        dead = [(ref, error) for ref, error in failed if isinstance(error, _DEATHS)]
-        ref, error = (dead or failed)[0]
-        return explain(error, self._names[ref], self.doing)
+        signs = {ref: self._signs[ref] for ref in (*ended, *later, *lost)}
+        # If all have succeeded, a value was lost with its node.
+        named = signs if seen is None or any(map(raised, signs)) else self._names
+        failed = [(who, error) for ref, who in named.items() if (error := raised(ref)) is not None]
+        if not failed and seen is not None:
+            return explain(seen, ", ".join(self._names.values()), self.doing)
+        dead = [(who, error) for who, error in failed if isinstance(error, _DEATHS)]
+        who, error = (dead or failed)[0]
+        return explain(error, who, self.doing)
 
 
 @dataclass(frozen=True)

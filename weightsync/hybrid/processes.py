@@ -50,13 +50,12 @@ class Processes:
         With `unsplit`, each rank gets the call of the group and takes its part. `after` is as for `Pending`.
         """
         self._check_idle(f"{role}.{method}")
-        refs = {
-            self._actors[rank].call.remote(
-                role, method, call.rows, unsplit, *call.args, **call.kwargs
-            ): f"{role} {self.names[rank]}"
-            for rank, call in calls.items()
-        }
-        return self._begin(f"{role}.{method}", refs, after)
+        refs, signs = {}, {}
+        for rank, call in calls.items():
+            begin = self._actors[rank].call.options(num_returns=2).remote
+            ref, sign = begin(role, method, call.rows, unsplit, *call.args, **call.kwargs)
+            refs[ref] = signs[sign] = f"{role} {self.names[rank]}"
+        return self._begin(f"{role}.{method}", refs, after, signs)
 
     def add(self, role: str, worker: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
         """Make a worker of this class in each process, and return their places."""
@@ -65,21 +64,30 @@ class Processes:
         refs = {each.add.remote(role, worker, args, kwargs): f"{role} {name}" for name, each in actors}
         return self._begin(f"{role}.init_model", refs).results()
 
-    def _begin(self, doing: str, refs: Mapping[Any, str], after: Sequence[Waited] = ()) -> Pending:
-        pending = Pending(doing, refs, self.timeout_s, after)
+    def _begin(
+        self,
+        doing: str,
+        refs: Mapping[Any, str],
+        after: Sequence[Waited] = (),
+        signs: Mapping[Any, str] | None = None,
+    ) -> Pending:
+        pending = Pending(doing, refs, self.timeout_s, after, signs)
         self._under_way.append(pending)
         return pending
 
     def check_steps(self, doing: str) -> None:
-        """Wait for the calls under way, and raise a failure not yet raised by `result`.
+        """Wait for the calls under way, and raise the first failure not yet raised by `result`. Forget the others.
 
         Ranks may have taken the step or not. Their weights would be a mixture.
         """
         for each in self._under_way:
-            each.await_end()
-            if (failure := each.unasked()) is not None:
-                failure.message += f" (`result()` of this call was not asked for, so {doing} has not begun)"
-                raise failure
+            each.settle()
+        failures = [failure for each in self._under_way if (failure := each.unasked()) is not None]
+        self._under_way = [each for each in self._under_way if each.running()]
+        if failures:
+            more = f", nor those of {len(failures) - 1} more failed calls" if failures[1:] else ""
+            failures[0].message += f" (`result()` of this call was not asked for{more}, so {doing} has not begun)"
+            raise failures[0]
 
     def close(self) -> None:
         """End the processes, and give the pool back."""

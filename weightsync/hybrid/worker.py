@@ -174,11 +174,14 @@ class Process:
 
     def call(
         self, role: str, method: str, rows: int | None, unsplit: Unsplit | None, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call a method of a worker. `rows` is as in `Call`. Return None if `unsplit` leaves this rank out."""
+    ) -> tuple[Any, None]:
+        """Call a method of a worker. `rows` is as in `Call`. Return the result, and a sign of success without a value.
+
+        The result is None if `unsplit` leaves this rank out.
+        """
         call = Call(tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}, rows)
         own = call if unsplit is None else unsplit[0].split(unsplit[1], call)[self._rank]
-        return None if own is None else pack(answer(getattr(self._workers[role], method), own))
+        return None if own is None else pack(answer(getattr(self._workers[role], method), own)), None
 
 
 def _given(value: Any) -> Any:
