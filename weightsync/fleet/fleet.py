@@ -491,5 +491,5 @@ def _hang_up(handles: Sequence[EngineHandle]) -> None:
     for connection in connections:
         # While Python ends, no thread of a worker in this process runs.
         if not (sys.is_finalizing() or connection.has_ended(deadline.left_s())):
-            logger.warning("%s has not unmapped this trainer's memory: is its process stopped?", connection.peer)
+            logger.warning("%s has not unmapped the trainer's memory: is its process stopped or busy?", connection.peer)
         connection.close()

@@ -402,7 +402,7 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap storages and leave. Called more than once.
+        """Unmap storages and leave. Called more than once, between the other calls, and perhaps in another thread.
 
         After a failure the GPU's current stream may still read the tensors of `storage`, or wait for bytes that never
         come.

@@ -58,8 +58,10 @@ class WorkerSession:
         self._trainer = _NO_TRAINER
         """The last trainer that got the engine."""
         self._update_open = False
-        self._turn = threading.Condition()
-        """Held while the trainer changes, and by `_let_go`. Notified when this session serves no longer."""
+        self._turn = threading.RLock()  # a Condition's `with` can be left locked by Ctrl-C
+        """Held to read or change the trainer's connection, in any thread."""
+        self._idle = threading.Condition(self._turn)
+        """Notified when this session serves no longer."""
         self._serving = False
         self._fence = os.environ.get(VARIABLE, "")
         self._mapped_by: set[str] = set()
@@ -153,7 +155,8 @@ class WorkerSession:
             )
 
     def _has_met(self, session: str) -> bool:
-        return self._connection is not None and self._trainer.session == session and self._connection.is_open()
+        connection = self._connection
+        return connection is not None and self._trainer.session == session and connection.is_open()
 
     def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
@@ -221,13 +224,14 @@ class WorkerSession:
 
     def _let_go(self, connection: Connection) -> None:
         """Unmap the memory of a trainer after its hang-up or death. Called in another thread."""
-        with self._turn, torch.cuda.device(self._model.device) if self._model.device.type == "cuda" else nullcontext():
-            self._turn.wait_for(lambda: not self._serving)
+        with self._turn:
+            self._idle.wait_for(lambda: not self._serving)
             if self._connection is connection:
                 connection.is_open()  # reads what has arrived
                 self._look_back()
                 self._note_release(connection)
-                self.close()
+                with torch.cuda.device(self._model.device) if self._model.device.type == "cuda" else nullcontext():
+                    self.close()
 
     def _note_release(self, connection: Connection | None) -> None:
         """Note if the trainer has closed its `WeightSync`: it has then unmapped the parameters."""
@@ -308,7 +312,7 @@ class WorkerSession:
         finally:
             with self._turn:
                 self._serving = False
-                self._turn.notify_all()
+                self._idle.notify_all()
 
     def _receive(self, connection: Connection, patience: int, phase: str) -> wire.Message:
         """Wait for the next message, up to `patience` deadlines long while the trainer shows that it is alive."""
