@@ -375,6 +375,9 @@ def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngi
         ("output.weight", "model.tok_embeddings.weight", True),
         ("mtp.lm_head.weight", "lm_head.weight", False),
         ("b.weight", "a.weight", False),
+        ("layers.0.output.weight", "layers.1.output.weight", False),
+        ("layers.0.output.weight", "a.weight", False),
+        ("v_head.weight", "a.weight", False),
     ],
 )
 def test_a_tied_output_layer_is_known_by_its_name(left_out: str, saved: str, is_refused: bool):

@@ -130,7 +130,7 @@ def test_a_push_fills_the_drafter_by_its_own_loader(path: str, caplog: pytest.Lo
             assert report.load_paths[path] >= 2
             assert_equal(state(host), state(Host(tensors, make, post_process=post_process)))
     told = [record.getMessage() for record in caplog.records]
-    assert any(f"1 tensors are not pushed, such as {COPY}" in line for line in told)
+    assert any(f"1 tensors are not loaded, such as {COPY}" in line for line in told)
     assert not any("drafter" in line for line in told)
 
 

@@ -188,8 +188,8 @@ def test_a_part_that_the_engine_was_started_without_is_not_pushed(
         reports = [sync.push(model), sync.push(model)]
     assert torch.equal(host.live.weight, torch.ones(8, 4))
     assert [report.nbytes for report in reports] == [8 * 4 * 4] * 2
-    told = [record.getMessage() for record in caplog.records if "not pushed" in record.getMessage()]
-    assert told == ["1 tensors are not pushed, such as visual.weight: the engine does not run their part of the model"]
+    told = [record.getMessage() for record in caplog.records if "not loaded" in record.getMessage()]
+    assert told == ["1 tensors are not loaded, such as visual.weight: the engine does not run their part of the model"]
 
 
 class ShallowTower(nn.Module):

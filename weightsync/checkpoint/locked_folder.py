@@ -102,11 +102,11 @@ class VersionFolder(LockedFolder):
 
         A failure to remove is logged and not raised: the version just written is complete.
         """
-        for number in self._versions()[:-keep_last]:
-            try:
+        try:
+            for number in self._versions()[:-keep_last]:
                 self.remove(self.named(number))
-            except OSError as error:
-                logger.warning("cannot remove %s, which is older than all kept versions: %s", self.named(number), error)
+        except OSError as error:
+            logger.warning("cannot remove the versions older than all kept ones: %s", error)
 
     def _versions(self) -> list[int]:
         """Return the versions in the folder, oldest first. Folders with a name that no push writes are left out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,8 +21,8 @@ from weightsync.sources.base import Model
 
 _CONFIG = "config.json"
 _TIE = "tie_word_embeddings"
-_HEADS = "head.weight", "embed_out.weight", "output.weight", "output_layer.weight"
-"""Ends of the names of output layers."""
+_HEAD = re.compile(r"([a-z]\w*\.)*(lm_head|head|embed_out|output|output_layer)\.weight")
+"""The names of output layers. They are in no numbered layer."""
 
 
 def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
@@ -63,7 +64,7 @@ def apart_when_loaded(manifest: Manifest, model: Model) -> Manifest:
 
 def _is_head(pair: tuple[str, str]) -> bool:
     """Return whether one of the names is an output layer. Two heads may be tied, such as a drafter's."""
-    return pair[0].endswith(_HEADS) != pair[1].endswith(_HEADS)
+    return bool(_HEAD.fullmatch(pair[0])) != bool(_HEAD.fullmatch(pair[1]))
 
 
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
@@ -82,7 +83,7 @@ def _ties(config: dict[str, Any]) -> bool:
     Each class has its own default. The text part's value counts only if the class has none, or takes it over.
     """
     tied = config.get(_TIE, (config.get("text_config") or {}).get(_TIE, True))
-    with suppress(ImportError, KeyError, ValueError):  # a class that transformers does not have
+    with suppress(Exception):  # transformers does not have the class, or refuses the config
         from transformers import CONFIG_MAPPING
 
         loaded = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))

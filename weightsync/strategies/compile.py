@@ -120,6 +120,6 @@ def _check(
     plan_checks.check_quantized(manifest, together, plans)
     is_padded = isinstance(options.source, MegatronSource) and options.source.vocab_size is None
     if unused := plan_checks.check_plans(manifest, engines, is_padded, options.selection.keep):
-        text = "%d tensors are not pushed, such as %s: the engine does not run their part of the model"
+        text = "%d tensors are not loaded, such as %s: the engine does not run their part of the model"
         logger.info(text, len(unused), unused[0])
     warn_of_kept(plans)
