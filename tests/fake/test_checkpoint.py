@@ -416,6 +416,14 @@ def test_a_config_ties_the_output_layer_if_its_class_does_on_loading(
         files_beside([Saver("config.json", content)], manifest)
 
 
+def test_a_config_that_transformers_refuses_is_taken_as_it_says():
+    content = {"architectures": ["X"], "model_type": "llama", "rms_norm_eps": 1}  # which has to be a float there
+    manifest = Manifest((TensorMeta("embed.weight", (4, 2), "float32"),), (("lm_head.weight", "embed.weight"),))
+    files_beside([Saver("config.json", content)], manifest)
+    with pytest.raises(ConfigError, match="unties them"):
+        files_beside([Saver("config.json", {**content, "tie_word_embeddings": False})], manifest)
+
+
 def test_a_push_that_fails_leaves_the_last_version_and_no_other(host: ModuleHost, engine: FakeEngine, tmp_path: Path):
     pusher = Pusher(engine, tmp_path)
     pusher.push(2)

@@ -250,7 +250,7 @@ def test_a_stopped_engine_holds_a_close_up_for_seconds_at_most(
             started = time.monotonic()
             sync.close()
             assert 0.5 <= time.monotonic() - started < 20.0
-            assert "engine 0 worker tp=0 has not unmapped this trainer's memory" in caplog.text
+            assert "engine 0 worker tp=0 has not unmapped the trainer's memory" in caplog.text
             engine.signal(signal.SIGCONT)
             assert sync.push(model).version == 2
             engine.kill()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,4 +93,18 @@ def test_the_newest_versions_are_kept(tmp_path: Path):
     assert folder.newest() == 123456789
     folder.prune(keep_last=2)
     assert names_in(tmp_path) == sorted([".lock", "version-00000002", "version-123456789", *strange])
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_listed_fails_no_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder = VersionFolder(tmp_path)
+
+    def stale(path: Path) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", stale)
+    folder.prune(keep_last=1)
+    assert "Stale file handle" in caplog.text
     folder.close()
