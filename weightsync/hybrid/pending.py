@@ -138,10 +138,10 @@ class Pending:
                 return earlier
         ended, waiting = self._by_now()
         later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=NEWS_S) if waiting else ([], [])
-        signs = {ref: self._signs[ref] for ref in (*ended, *later, *lost)}
-        # If all have succeeded, a value was lost with its node.
-        named = signs if seen is None or any(map(raised, signs)) else self._names
-        failed = [(who, error) for ref, who in named.items() if (error := raised(ref)) is not None]
+        names = {ref: self._signs[ref] for ref in (*ended, *later, *lost)}
+        if seen is not None:
+            names |= self._names  # a value may be lost with its node
+        failed = [(who, error) for ref, who in names.items() if (error := raised(ref)) is not None]
         if not failed and seen is not None:
             return explain(seen, ", ".join(self._names.values()), self.doing)
         dead = [(who, error) for who, error in failed if isinstance(error, _DEATHS)]

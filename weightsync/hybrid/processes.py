@@ -82,7 +82,8 @@ class Processes:
         """
         for each in self._under_way:
             each.settle()
-        failures = [failure for each in self._under_way if (failure := each.unasked()) is not None]
+        # Two calls may have the same failure: one was an argument of the other.
+        failures = [*dict.fromkeys(failure for each in self._under_way if (failure := each.unasked()) is not None)]
         self._under_way = [each for each in self._under_way if each.running()]
         if failures:
             more = f", nor those of {len(failures) - 1} more failed calls" if failures[1:] else ""
