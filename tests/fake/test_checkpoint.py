@@ -374,6 +374,7 @@ def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngi
         ("transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight", True),
         ("output.weight", "model.tok_embeddings.weight", True),
         ("mtp.lm_head.weight", "lm_head.weight", False),
+        ("lm_head.weight", "mtp.layers.0.shared_head.head.weight", False),
         ("b.weight", "a.weight", False),
         ("layers.0.output.weight", "layers.1.output.weight", False),
         ("layers.0.output.weight", "a.weight", False),
@@ -711,6 +712,9 @@ def test_ties_of_the_class_are_saved_once(tmp_path: Path):
     left_out = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert read(tmp_path / "new").keys() == model.state_dict().keys() - left_out
     assert_equal(BertForMaskedLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
+    model.config.tie_word_embeddings = False  # the config has the last word
+    weightsync.save(model, tmp_path / "untied")
+    assert_equal(BertForMaskedLM.from_pretrained(tmp_path / "untied").state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,23 @@ def test_a_folder_that_cannot_be_listed_fails_no_push(
     folder.prune(keep_last=1)
     assert "Stale file handle" in caplog.text
     folder.close()
+
+
+def test_a_version_that_cannot_be_removed_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder = VersionFolder(tmp_path)
+    for version in (1, 2, 3):
+        folder.named(version).mkdir()
+    remove = folder.remove
+
+    def busy(path: Path) -> None:
+        if path == folder.named(1):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path)
+
+    monkeypatch.setattr(folder, "remove", busy)
+    folder.prune(keep_last=1)
+    assert names_in(tmp_path) == [".lock", "version-00000001", "version-00000003"]
+    assert "cannot remove" in caplog.text
+    folder.close()

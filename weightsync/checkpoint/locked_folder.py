@@ -100,13 +100,18 @@ class VersionFolder(LockedFolder):
     def prune(self, keep_last: int) -> None:
         """Remove all but the newest versions.
 
-        A failure to remove is logged and not raised: the version just written is complete.
+        Failures are logged and not raised: the version just written is complete.
         """
+        found: list[int] = []
         try:
-            for number in self._versions()[:-keep_last]:
-                self.remove(self.named(number))
+            found = self._versions()[:-keep_last]
         except OSError as error:
-            logger.warning("cannot remove the versions older than all kept ones: %s", error)
+            logger.warning("cannot look for old versions in %s: %s", self.path, error)
+        for number in found:
+            try:
+                self.remove(self.named(number))
+            except OSError as error:
+                logger.warning("cannot remove %s, which is older than all kept versions: %s", self.named(number), error)
 
     def _versions(self) -> list[int]:
         """Return the versions in the folder, oldest first. Folders with a name that no push writes are left out."""

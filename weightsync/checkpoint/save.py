@@ -110,7 +110,8 @@ def save_tensors(
             manifest, mine = share_out(update, _in_saved_dtypes(reading.manifest, selection), reading.shards)
             bucketer = ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes))
             buckets = [bucket.names for bucket in bucketer.bucket(manifest, None)]
-            files = lay_out(apart_when_loaded(manifest, model), buckets, max_shard_bytes)
+            apart = ranks.broadcast(apart_when_loaded(manifest, model), "plan", tuple[tuple[str, str], ...])
+            files = lay_out(Manifest(manifest.tensors, apart), buckets, max_shard_bytes)
             by_name = grouped(mine, lambda pair: pair[0].name)
         with update.timeline.during("save"):
             if ranks.rank == 0:

@@ -21,8 +21,9 @@ from weightsync.sources.base import Model
 
 _CONFIG = "config.json"
 _TIE = "tie_word_embeddings"
-_HEAD = re.compile(r"([a-z]\w*\.)*(lm_head|head|embed_out|output|output_layer)\.weight")
-"""The names of output layers. They are in no numbered layer."""
+_ENDS = r"(lm_head|head|embed_out|output|output_layer)\.weight"
+_HEAD, _LIKE_HEAD = re.compile(rf"([a-z]\w*\.)*{_ENDS}"), re.compile(rf"(.*\.)?{_ENDS}")
+"""The names of output layers, and these with the names in numbered layers, such as a drafter's."""
 
 
 def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
@@ -50,21 +51,23 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
     return found
 
 
-def apart_when_loaded(manifest: Manifest, model: Model) -> Manifest:
-    """Return the manifest without the ties of a loaded model.
+def apart_when_loaded(manifest: Manifest, model: Model) -> tuple[tuple[str, str], ...]:
+    """Return the manifest's ties without those of a loaded model.
 
     Output layers may be tied by the config, and other tensors by the class of a transformers model.
     """
     from weightsync.sources.module_tree import unwrapped
 
-    ties = getattr(unwrapped(model), "all_tied_weights_keys", {}) if isinstance(model, nn.Module) else {}
-    apart = (pair for pair in manifest.tied if len({ties.get(name, name) for name in pair}) > 1 and not _is_head(pair))
-    return Manifest(manifest.tensors, tuple(apart))
+    # By the config as it is now. `all_tied_weights_keys` goes by the config at the model's construction.
+    ask = getattr(unwrapped(model), "get_expanded_tied_weights_keys", None) if isinstance(model, nn.Module) else None
+    ties = {} if ask is None else ask(all_submodels=True)
+    apart = [pair for pair in manifest.tied if len({ties.get(name, name) for name in pair}) > 1]
+    return tuple(pair for pair in apart if not _is_head(pair))
 
 
 def _is_head(pair: tuple[str, str]) -> bool:
-    """Return whether one of the names is an output layer. Two heads may be tied, such as a drafter's."""
-    return bool(_HEAD.fullmatch(pair[0])) != bool(_HEAD.fullmatch(pair[1]))
+    """Return whether one of the names alone is an output layer. Two heads may be tied, such as a drafter's."""
+    return any(_HEAD.fullmatch(one) and not _LIKE_HEAD.fullmatch(other) for one, other in (pair, pair[::-1]))
 
 
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:

@@ -33,7 +33,7 @@ from weightsync.errors import ConfigError, PlacementError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
 from weightsync.net.wire import typed
-from weightsync.planning.layout import Box, Count, ShardLocation, itemsize
+from weightsync.planning.layout import Box, Count, Manifest, ShardLocation, itemsize
 from weightsync.planning.transfer_plan import Chain, TransferPlan
 from weightsync.planning.wire_types import Storage
 from weightsync.transports import base, staging
@@ -90,7 +90,10 @@ class FilesTransport(base.Transport):
         ranks = update.ranks
         # No chunk has tensors without elements.
         order = dict.fromkeys([*(name for chunk in plan.chunks for name in chunk.names), *plan.manifest.names])
-        saved = apart_when_loaded(plan.manifest, tensors.model())
+        apart = ranks.broadcast(
+            apart_when_loaded(plan.manifest, tensors.model()), "connect", tuple[tuple[str, str], ...]
+        )
+        saved = Manifest(plan.manifest.tensors, apart)
         shards = lay_out(saved, [(name,) for name in order], self._max_shard_bytes)
         opened = self._open(ranks.size) if ranks.rank == 0 else None
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
