@@ -142,7 +142,7 @@ def large_tensors() -> int:
 
 def test_transport_that_was_aborted_keeps_no_slot(tmp_path: Path):
     held = locate([TensorShard(EMBED, Box.full(EMBED.shape), torch.ones(EMBED.shape))], 0)
-    alone: Any = SimpleNamespace(rank=0, size=1, host="127.0.0.1", broadcast=lambda value, phase: value)
+    alone: Any = SimpleNamespace(rank=0, size=1, host="127.0.0.1", broadcast=lambda value, *_: value)
     files = FilesTransport(tmp_path, 2, 1 << 30, (None, None, None), takes_configs=False)
     transports: list[Transport] = [IpcTransport(), files]
     for transport in transports:

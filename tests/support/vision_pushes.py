@@ -286,7 +286,7 @@ class Told(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "are not pushed" in record.getMessage():
+        if "are not loaded" in record.getMessage():
             self.lines.append(record.getMessage())
 
 
