@@ -102,11 +102,11 @@ class VersionFolder(LockedFolder):
 
         Failures are logged and not raised: the version just written is complete.
         """
-        found: list[int] = []
         try:
             found = self._versions()[:-keep_last]
         except OSError as error:
             logger.warning("cannot look for old versions in %s: %s", self.path, error)
+            return
         for number in found:
             try:
                 self.remove(self.named(number))

@@ -106,10 +106,10 @@ class LoadPlanner:
         self._find_groups()
         landed, trace = renamed(seen, pairs), collapse(seen, pairs, *self._find_fused(seen, manifest, pairs))
         group_of = {name: group for group in self._groups for name in group.params}
-        if buffers := [name for name in trace.computed if name not in group_of]:
+        if computed := [name for name in trace.computed if name not in group_of]:
             raise UnsupportedError(
-                f"the engine's loader computes {len(buffers)} buffers, and this version only copies into buffers: "
-                f"{', '.join(buffers[:5])}"
+                f"the engine's loader computes {len(computed)} buffers, and this version only copies into buffers: "
+                f"{', '.join(computed[:5])}"
             )
         placed = self._place(trace, group_of)
         load_path = _load_paths(self._groups, {group_of[param] for param in trace.computed})
@@ -118,7 +118,7 @@ class LoadPlanner:
         missing, doubled = uncovered(pristine, seen)
         kept = [] if self._fills_drafter(trace) else [param for param in missing if _is_drafters(param)]
         # A module is loaded as a whole: a group with a filled parameter keeps none.
-        chosen = [param for param in _matching(missing, keep) if filled.isdisjoint(group_of[param].params)]
+        chosen = [param for param in matching(missing, keep) if filled.isdisjoint(group_of[param].params)]
         self._model.find_lost(filled, chosen)
         missing = {param: boxes for param, boxes in missing.items() if param not in {*kept, *chosen}}
         held = named_tensors(pristine)
@@ -137,8 +137,8 @@ class LoadPlanner:
             tied=sorted({*ties.fill_of_shared(landed, shared).values()}),
             duplicates=duplicates,
         )
-        refilled = filled.intersection(dict(pristine.named_buffers()))
-        return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources, filled, refilled)
+        buffers = filled.intersection(dict(pristine.named_buffers()))
+        return TracedLoad(manifest, keep, answer, trace, placed, pairs, load_path, group_of, sources, filled, buffers)
 
     def _trace(self, manifest: Manifest) -> Trace:
         """Trace the loaders. If the trainer ties names that the engine keeps apart, the one tensor fills both."""
@@ -376,13 +376,14 @@ def _doubled(
     return refused
 
 
-def _matching(params: Iterable[str], patterns: Sequence[str]) -> list[str]:
+def matching(params: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the parameters with a name like one of these shell patterns."""
     return [param for param in params if any(fnmatchcase(param, pattern) for pattern in patterns)]
 
 
 def _not_kept(trace: Trace, keep: Sequence[str]) -> dict[str, str]:
     """Return the fault of each tensor for a parameter that no push fills."""
-    chosen = {*_matching(trace.filled(), keep)} if keep else set()
+    chosen = {*matching(trace.filled(), keep)} if keep else set()
     return {
         name: f"TensorSelection.keep leaves {param} alone, `exclude` this tensor"
         for param, name in trace.landed()

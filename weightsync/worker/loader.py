@@ -9,7 +9,6 @@ a push it stays `POISONED`, and only a whole push heals it.
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import os
 import sys
@@ -36,7 +35,7 @@ from weightsync.transports.shared_handles import export, take_back
 from weightsync.worker.changed_runs import ChangedRuns
 from weightsync.worker.engine_model import EngineModel, any_worker
 from weightsync.worker.load_paths import NO_CHUNK, Arrivals, FusedQuantize, InPlace, LoadPath, NativeLoader, ReloadPath
-from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad
+from weightsync.worker.load_planner import IN_PLACE, NATIVE_LOADER, RELOAD, LoadPlanner, TracedLoad, matching
 from weightsync.worker.trace import Fill, named_tensors, paddings
 from weightsync.worker.verify import FrozenDigests, Verifier, bytes_of
 
@@ -209,8 +208,8 @@ class Receiver:
 
     def _refuse_left(self, traced: TracedLoad) -> None:
         """Raise `UnsupportedError` if values of an earlier push would stay, apart from those of a kept module."""
-        chosen = [fnmatch.filter(self._pushed_buffers, pattern) for pattern in traced.keep]
-        if left := self._pushed_buffers.difference(*chosen).union(self._unproven) - traced.filled:
+        chosen = matching(self._pushed_buffers, traced.keep)
+        if left := self._pushed_buffers.difference(chosen).union(self._unproven) - traced.filled:
             raise UnsupportedError(
                 f"an earlier push had tensors for {first_few(sorted(left))}, and this one has none: their values would "
                 "stay. Push the whole model, without TensorSelection(buffers=False), or restart the engine"

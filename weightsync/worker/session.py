@@ -161,7 +161,7 @@ class WorkerSession:
     def _take_over(self, info: wire.InitInfo, connection: Connection) -> None:
         """Give the engine to the trainer at the other end of a connection."""
         self._check_name(info)
-        self._check_free(info.process, min(timeouts.HOLDER_ANSWER_S, info.timeout_s / 2))
+        self._check_free(info.process, _pong_s(info))
         connection.watch_host(info.timeout_s)
         if self._connection is not None:
             # An invalid frame may have been the trainer's answer to the ping. Tell it of the frame then.
@@ -321,8 +321,7 @@ class WorkerSession:
                 return connection.receive(self._deadline(), phase)
             except errors.SyncTimeoutError:
                 patience -= 1
-                pong_s = min(timeouts.HOLDER_ANSWER_S, self._trainer.timeout_s / 2)
-                if connection.reported() or not patience or not connection.answers(pong_s):
+                if connection.reported() or not patience or not connection.answers(_pong_s(self._trainer)):
                     raise
 
     def _answer(self, message: wire.Message, wait: Wait, tell: Tell) -> wire.Message:
@@ -396,6 +395,11 @@ class WorkerSession:
 
     def _deadline(self) -> Deadline:
         return Deadline(self._trainer.timeout_s + timeouts.WORKER_GRACE_S)
+
+
+def _pong_s(trainer: wire.InitInfo) -> float:
+    """Return the seconds for a trainer to show that it is alive."""
+    return min(timeouts.HOLDER_ANSWER_S, trainer.timeout_s / 2)
 
 
 def _await_end(connection: Connection, let_go: weakref.WeakMethod[Callable[[Connection], None]]) -> None:
