@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +172,22 @@ class Tower(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, 3))
 
 
-@pytest.mark.parametrize("max_bytes", [1, 2**20])
-def test_a_version_has_the_part_that_the_engine_does_not_run(tmp_path: Path, max_bytes: int):
+@contextmanager
+def syncing_without(tower: type[nn.Module], folder: Path, max_bytes: int) -> Iterator[tuple[ModuleHost, WeightSync]]:
+    """Yield an engine's host, left without a tower, and a `WeightSync` that leaves versions in a folder."""
     host = ModuleHost(TextAlone, checkpoint(1))
-    host.left_out["visual"] = Tower
-    transport = CheckpointTransport(tmp_path, max_shard_bytes=300)
+    host.left_out["visual"] = tower
+    transport = CheckpointTransport(folder, max_shard_bytes=300)
     with (
         closing(FakeEngine(host)) as engine,
         WeightSync("fsdp", transport, engine, max_bytes=max_bytes, timeout_s=10.0) as sync,
     ):
+        yield host, sync
+
+
+@pytest.mark.parametrize("max_bytes", [1, 2**20])
+def test_a_version_has_the_part_that_the_engine_does_not_run(tmp_path: Path, max_bytes: int):
+    with syncing_without(Tower, tmp_path, max_bytes) as (host, sync):
         for seed in (2, 3):
             everything = {**checkpoint(seed), "visual.weight": torch.full((4, 3), float(seed))}
             version = sync.push(trainer_model(everything)).version
@@ -197,13 +204,7 @@ class TiedTower(Tower):
 @pytest.mark.parametrize("max_bytes", [1, 2**20])
 def test_a_version_has_tensors_tied_by_hand_under_each_name(tmp_path: Path, max_bytes: int):
     """Also those that the engine does not run. Nothing but the trainer's code ties them, so a cold start has both."""
-    host = ModuleHost(TextAlone, checkpoint(1))
-    host.left_out["visual"] = TiedTower
-    transport = CheckpointTransport(tmp_path, max_shard_bytes=300)
-    with (
-        closing(FakeEngine(host)) as engine,
-        WeightSync("fsdp", transport, engine, max_bytes=max_bytes, timeout_s=10.0) as sync,
-    ):
+    with syncing_without(TiedTower, tmp_path, max_bytes) as (host, sync):
         for seed in (2, 3):
             everything = {**checkpoint(seed), "visual.weight": torch.full((4, 3), float(seed))}
             everything["visual.again"] = everything["visual.weight"]

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMITS = {
-    "code lines of the core": 20_719,
+    "code lines of the core": 20_718,
     "code lines of the longest file": 350,
     "functions over 60 lines": 1,
     "mean lines of a function": 8.0,

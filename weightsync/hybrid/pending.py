@@ -101,6 +101,7 @@ class Pending:
     def unasked(self) -> WeightSyncError | None:
         """Return the failure so far, unless it was raised by a call's `results`."""
         failure = self.failure()
+        # An exception gets a traceback when it is raised, and a call has the failure of its arguments.
         return failure if failure is not None and failure.__traceback__ is None else None
 
     def late(self) -> tuple[str, list[str]]:

@@ -67,6 +67,12 @@ class SavedParts:
     regions: tuple[SavedRegion, ...]
     _views: dict[tuple[Box, tuple[int, ...]], list[SavedView]] = field(default_factory=dict, compare=False)
 
+    def ties_to(self, first: SavedParts) -> list[tuple[str, str]]:
+        """Return (name, name of the equal part of `first`) of each part. `self` and `first` are parts of one tensor."""
+        of_region = dict(zip(first.regions, first.metas, strict=True))
+        pairs = [(meta, of_region.get(region)) for meta, region in zip(self.metas, self.regions, strict=True)]
+        return [(meta.name, own.name) for meta, own in pairs if own is not None and own.shape == meta.shape]
+
     def without_excluded(self, selection: TensorSelection) -> SavedParts:
         """Return the parts without excluded ones."""
         pairs = zip(self.metas, self.regions, strict=True)

@@ -175,14 +175,9 @@ class ModuleSource(LocalSource):
             marks, lambda: [saved_form(model, metas, self.selection) for metas in (list(of_name.values()), others)]
         )
         by_name = dict(zip(of_name, saved, strict=True))
-        ties = [(other, by_name[name]) for other, name in zip(saved_others, tied.values(), strict=True)]
-        return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)], [
-            (other.name, own.name)
-            for others, first in ties
-            for saved_as in (dict(zip(first.regions, first.metas, strict=True)),)
-            for other, region in zip(others.metas, others.regions, strict=True)
-            if (own := saved_as.get(region)) and other.shape == own.shape
-        ]
+        firsts = [by_name[name] for name in tied.values()]
+        ties = [tie for other, first in zip(saved_others, firsts, strict=True) for tie in other.ties_to(first)]
+        return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)], ties
 
     @torch.no_grad()
     def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[str, LocalParam]], dict[str, str]]:
