@@ -443,7 +443,7 @@ def test_an_engine_with_fewer_workers_than_it_says(llm: Remote, cold: dict[str, 
 
 
 def pretend_to_have_workers(engines: Engines, world: int) -> None:
-    model = session_of(engines)._model
+    model = session_of(engines).receiver.model
     model.identity = replace(model.identity, world=world)
 
 

@@ -490,7 +490,7 @@ def test_worker_that_cannot_take_its_memory_back_says_so_itself(monkeypatch: pyt
 
 def test_gpu_memory_that_a_live_process_may_write_to_goes_to_nobody_else() -> None:
     session = WorkerSession(ModuleHost(Plain, {"weight": torch.ones(4, 4)}))
-    session._model.device = torch.device("cuda")
+    session.receiver.model.device = torch.device("cuda")
     with subprocess.Popen(["sleep", "600"]) as writer:
         session._mapped_by.add(f"{boot_id()}:{writer.pid}:{started_ticks(writer.pid)}")
         with pytest.raises(EngineBusyError, match=rf"end its processes first \({writer.pid}\)"):

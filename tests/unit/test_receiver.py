@@ -1253,7 +1253,7 @@ def test_transport_is_left_before_a_gpu_is_waited_for_that_waits_for_it(monkeypa
     calls: list[str] = []
     source: Any = SimpleNamespace(close=lambda: calls.append("close"))
     receiver = Receiver(ModuleHost(TinyEngineModel, checkpoint(1)))
-    receiver._model.device = torch.device("cuda")
+    receiver.model.device = torch.device("cuda")
     receiver._source = source
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: calls.append("wait"))
     receiver.disconnect()

@@ -7,7 +7,6 @@ moved, or after a failure. A push runs that plan without a message for each chun
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -84,8 +83,7 @@ class CopyWeights(FleetStrategy):
         If `another` is None, all engines are connected anew when one joins.
         """
         super().__init__(options)
-        self._rolling = options.rolling is True
-        if self._rolling and (another is None or options.pause == CALLER):
+        if options.rolling and (another is None or options.pause == CALLER):
             one = 'pause="caller" has all paused' if options.pause == CALLER else "one transport or stream serves all"
             raise ConfigError(f"rolling=True updates one engine after the other, and {one}: leave rolling out")
         self._sessions = Sessions(options, transport, another)
@@ -159,7 +157,7 @@ class CopyWeights(FleetStrategy):
                     report = update.ranks.broadcast(report, "commit", PushReport)
         for session in push.sessions:
             session.pushes += 1
-        if self._rolling and report is not None and not late:
+        if self._options.rolling and report is not None and not late:
             self._sessions.sort([each.pause_s for each in report.engines])
         self._updated, self._is_touched, self._model = [], False, None
         return report
@@ -221,9 +219,7 @@ class CopyWeights(FleetStrategy):
 
     def _report(self, timeline: Timeline, push: PlannedPush) -> PushReport:
         """Return the report of a push after its last commit, on rank 0."""
-        load_paths: Counter[str] = Counter()
-        for session in push.sessions:
-            load_paths.update(session.plan.load_paths)
+        plans = [session.plan for session in push.sessions]
         report = timeline.report(
             push.workers,
             push.engines,
@@ -231,7 +227,7 @@ class CopyWeights(FleetStrategy):
             nbytes=push.nbytes,
             chunks=sum(len(session.due) for session in push.sessions),
             sent_bytes=push.sent_bytes,
-            load_paths=dict(load_paths),
+            load_paths={path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths},
             left_out=tuple(sorted(self._roster.lost)),
         )
         logger.info("pushed %s", report)
@@ -308,7 +304,7 @@ class CopyWeights(FleetStrategy):
             if self._options.is_stream:
                 self._source.read(model)  # begin the stream anew
         version = update.ranks.broadcast(self._choose_version(update, sessions, late), "plan")
-        groups = [[each] for each in sessions] if self._rolling else [sessions] if sessions else []
+        groups = [[each] for each in sessions] if self._options.rolling else [sessions] if sessions else []
         if groups and not is_open:
             self._open(update, groups[0])
         pushed = self._memory.pushed
@@ -326,7 +322,7 @@ class CopyWeights(FleetStrategy):
         # A refused call has taken note of engines that have left. Sessions have not.
         has_left = any(one not in handles for session in sessions for one in session.handles)
         is_changing = not sessions or has_left or self._sessions.merges(handles)
-        if is_changing or self._rolling or self._options.pause not in (None, "keep", CALLER):
+        if is_changing or self._options.rolling or self._options.pause not in (None, "keep", CALLER):
             return False
         self._choose_version(update, sessions, False)  # an invalid version is refused before an engine pauses
         self._open(update, sessions)
@@ -420,7 +416,7 @@ class CopyWeights(FleetStrategy):
     ) -> tuple[list[EngineHandle], list[ConnectedWorker], list[dict[str, Any]]]:
         """Connect the engines without a session, on rank 0. Return them, their workers, and the invitations to meet."""
         fleet, ranks = self._open_fleet(update), update.ranks
-        handles = self._unlinked(late)[: 1 if self._rolling else None]
+        handles = self._unlinked(late)[: 1 if self._options.rolling else None]
         workers = fleet.connect(handles)
         # Workers with a loopback address run on this host, so any address of this host works.
         host = ranks.host if ranks.size > 1 and is_loopback(fleet.host) else fleet.host

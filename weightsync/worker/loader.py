@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -50,6 +50,7 @@ NewDeadline = Callable[[], Deadline]
 class Receiver:
     """One worker's receiver. It lives as long as the engine, and two threads must not use it at once.
 
+    model: the model that it loads into.
     version: the last committed version. Before the first commit: the version of the engine's first weights, or 0.
     state: CLEAN or POISONED.
     """
@@ -57,13 +58,11 @@ class Receiver:
     def __init__(self, model: EngineModel) -> None:
         self.version = int(os.environ.get(VERSION_VARIABLE) or "0")
         self.state = CLEAN
-        self._model = model
+        self.model = model
         self._kernels = submit("kernels", partial(prepare_kernels, model.device))
         self._planner = LoadPlanner(model)
         self._source: TransportReceiver | None = None
-        self._plan: _BoundPlan | None = None
-        self._constants: list[tuple[Fill, torch.Tensor]] | None = None
-        """The loader's constants, and the exported parameters to set them in. None: no parameters are exported."""
+        self._plan: _BoundPlan | _ExportedParameters | None = None
         self._exported: dict[int, torch.UntypedStorage] = {}  # by identity
         self._clear_kv_cache: Callable[[], bool] | None = None  # between `begin_push` and `run`
         self._unproven: set[str] = set()
@@ -97,8 +96,8 @@ class Receiver:
         """
         if (traced := self._planner.traced) is None or (traced.manifest, traced.keep) != (manifest, keep):
             _check_sizes(manifest)
-            self._plan = self._constants = None
-            with self._model.scope():
+            self._plan = None
+            with self.model.scope():
                 traced = self._planner.make(manifest, keep)
         return traced.answer
 
@@ -120,12 +119,12 @@ class Receiver:
                 "must be in every push"
             )
         source = self._open(message.transport)
-        self._plan = self._constants = self.loaded = None
+        self._plan = self.loaded = None
         self.await_kernels()
-        with self._model.scope():
+        with self.model.scope():
             # In a thread: connecting is mostly waiting for other members, and the copies need the plan alone.
-            arrivals = submit("arrivals", partial(Arrivals, self._model, traced, source, message))
-            with _fail_together(self._model, wait, deadline, tell):
+            arrivals = submit("arrivals", partial(Arrivals, self.model, traced, source, message))
+            with _fail_together(self.model, wait, deadline, tell):
                 source.connect(message.storages, message.fields, wait, deadline)
                 plan = _BoundPlan(arrivals.result(), message)
             plan.bind()
@@ -135,7 +134,7 @@ class Receiver:
         """Return the worker's end of a transport. It replaces that of another transport."""
         if self._source is None or self._source.name != transport:
             self.disconnect()
-            self._source = open_receiver(transport, self._model.device)
+            self._source = open_receiver(transport, self.model.device)
             self._source.name = transport
         return self._source
 
@@ -163,8 +162,8 @@ class Receiver:
                 'quantization="weightsync_plain"'
             )
         self.disconnect()
-        with self._model.scope():
-            live = named_tensors(self._model.live)
+        with self.model.scope():
+            live = named_tensors(self.model.live)
             numbers: dict[int, int] = {}  # by identity of a storage
             storages: list[tuple[int, str, dict[str, Any]]] = []
             locations: list[ShardLocation] = []
@@ -177,8 +176,7 @@ class Receiver:
                 number, dtype = numbers[storage._cdata], str(live[copy.param].dtype).removeprefix("torch.")
                 locations.append(ShardLocation(copy.name, copy.box, rank, number, copy.offset, copy.stride, dtype))
             self._planner.locate()  # the first sharing of memory moves it, and no CUDA graph has captured a CPU's
-            fills = paddings(self._model.pristine(), traced.trace)
-            self._constants = [(fill, live[fill.param].data) for fill in fills]
+            self._plan = _ExportedParameters(paddings(self.model.pristine(), traced.trace), live)
         return storages, locations
 
     def take_back(self) -> None:
@@ -199,12 +197,12 @@ class Receiver:
             EngineError: Requests are between this engine and another.
         """
         if (traced := self._planner.traced) is not None:
-            with self._model.scope():
+            with self.model.scope():
                 self._planner.kernels.check()
-                self._model.check_kept(traced.answer.kept)
+                self.model.check_kept(traced.answer.kept)
                 self._refuse_left(traced)
-                self._model.check_requests()
-                self._clear_kv_cache = self._model.search_kv_cache()
+                self.model.check_requests()
+                self._clear_kv_cache = self.model.search_kv_cache()
 
     def _refuse_left(self, traced: TracedLoad) -> None:
         """Raise `UnsupportedError` if values of an earlier push would stay, apart from those of a kept module."""
@@ -221,7 +219,7 @@ class Receiver:
         Blocks until every chunk is verified and loaded. The model is `POISONED` before the first byte is written, and
         stays so if this raises.
         """
-        if (traced := self._planner.traced) is None or (self._plan is None and self._constants is None):
+        if (traced := self._planner.traced) is None or (plan := self._plan) is None:
             raise ProtocolError("Go came before Connect")
         if go.version <= self.version:
             raise ProtocolError(
@@ -233,27 +231,21 @@ class Receiver:
         self.state, self.loaded = POISONED, None
         self._unproven |= traced.filled
         self._pushed_buffers |= traced.buffers
-        done = Done(go.version, 0, 0.0, 0.0, 0.0)
-        with self._model.scope():
-            self._model.restore_lost()
-            for fill, data in self._constants or ():  # see `InPlace.begin`
-                fill.apply(data)
-            if self._plan is not None:
-                if self._plan.reloads:
-                    self._planner.addresses.note()
-                done = self._plan.run(go, wait, new_deadline, tell)
+        with self.model.scope():
+            self.model.restore_lost()
+            if plan.reloads:
+                self._planner.addresses.note()
+            done = plan.run(go, wait, new_deadline, tell)
             loaded = time.perf_counter()
-            if self._plan is not None:
-                self._plan.verifier.begin_proof(go)
+            plan.begin_proof(go)
             # The GPU may copy on meanwhile.
             started = time.perf_counter()
-            self._check_addresses()
+            self._planner.addresses.check(plan.buffers, everything=plan.reloads)
             if clear is not None and clear():
                 logger.warning("cleared the KV cache: weights before version %d have left NaN in it", go.version)
             checked = time.perf_counter()
-            if self._plan is not None:
-                self._plan.verifier.finish()
-            finish_stream(self._model.device)
+            plan.finish_checks()
+            finish_stream(self.model.device)
         verify_s = done.verify_s + started - loaded + time.perf_counter() - checked
         self.loaded = replace(done, load_s=done.load_s + checked - started, verify_s=verify_s)
         return self.loaded
@@ -267,32 +259,51 @@ class Receiver:
             ProtocolError: This version was not loaded.
             UnsupportedError: A tensor of the engine has moved.
         """
-        if self.loaded is None or self.loaded.version != version:
+        if (plan := self._plan) is None or self.loaded is None or self.loaded.version != version:
             raise ProtocolError(f"Commit of version {version} before all of its chunks were loaded")
         started = time.perf_counter()
-        with self._model.scope():
-            is_refreshed = self._model.refresh_derived_state()
-            finish_stream(self._model.device)
+        with self.model.scope():
+            is_refreshed = self.model.refresh_derived_state()
+            finish_stream(self.model.device)
             if is_refreshed:
-                self._check_addresses()
-        if self._plan is None or self._plan.is_whole_push:
+                self._planner.addresses.check(plan.buffers, everything=plan.reloads)
+        if plan.is_whole_push:
             self._planner.outlived.clear()
-        if self._plan is not None:
-            self._plan.note_commit()
+        plan.note_commit()
         self._unproven.clear()
         self.version, self.state, self.loaded = version, CLEAN, None
         return time.perf_counter() - started
 
     def disconnect(self) -> None:
         """Unmap memory, leave connections, and forget a push under way. `state` does not change."""
-        self._plan = self._constants = self.loaded = self._clear_kv_cache = None
+        self._plan = self.loaded = self._clear_kv_cache = None
         if self._source is not None:
             self._source.close()
             self._source = None
 
-    def _check_addresses(self) -> None:
-        buffers, reloads = ((), False) if self._plan is None else (self._plan.buffers, self._plan.reloads)
-        self._planner.addresses.check(buffers, everything=reloads)
+
+class _ExportedParameters:
+    """The plan of pushes in which the trainer writes the parameters. The worker sets the loader's constants in them."""
+
+    reloads, is_whole_push, buffers = False, True, ()
+
+    def __init__(self, fills: Sequence[Fill], live: Mapping[str, torch.Tensor]) -> None:
+        self._constants = [(fill, live[fill.param].data) for fill in fills]
+
+    def run(self, go: Go, wait: Wait, new_deadline: NewDeadline, tell: Tell) -> Done:
+        """Set the constants, as `InPlace.begin` does."""
+        for fill, data in self._constants:
+            fill.apply(data)
+        return Done(go.version, 0, 0.0, 0.0, 0.0)
+
+    def begin_proof(self, go: Go) -> None:
+        """Do nothing: the worker reads no memory of the trainer."""
+
+    def finish_checks(self) -> None:
+        """Do nothing: there are no chunks."""
+
+    def note_commit(self) -> None:
+        """Do nothing: each push fills all parameters."""
 
 
 class _BoundPlan:
@@ -317,8 +328,7 @@ class _BoundPlan:
         self.frozen = FrozenDigests(_frozen_tensors(arrivals, message) if message.frozen else [])
         in_place = InPlace(arrivals)
         self.buffers = in_place.buffers
-        kinds = FusedQuantize, ReloadPath, NativeLoader
-        self._paths: list[LoadPath] = [in_place, *(kind(arrivals) for kind in kinds)]
+        self._paths: list[LoadPath] = [in_place, FusedQuantize(arrivals), ReloadPath(arrivals), NativeLoader(arrivals)]
 
     @property
     def reloads(self) -> bool:
@@ -336,6 +346,14 @@ class _BoundPlan:
             *(each.first_uses() for each in self._paths)
         )
 
+    def begin_proof(self, go: Go) -> None:
+        """Begin to compare the memory that is read in place, behind the copies."""
+        self.verifier.begin_proof(go)
+
+    def finish_checks(self) -> None:
+        """Raise `DigestError` if any bytes of the push differ from the trainer's. Waits for the GPU."""
+        self.verifier.finish()
+
     def note_commit(self) -> None:
         """Note the commit of the push, and the digests of the parameters that only a whole push fills."""
         self.is_committed = True
@@ -343,7 +361,7 @@ class _BoundPlan:
             self.frozen.note()
 
     def run(self, go: Go, wait: Wait, new_deadline: NewDeadline, tell: Tell) -> Done:
-        """Load every chunk of a push as it arrives, and begin to verify it. `verifier.finish` must follow.
+        """Load every chunk of a push as it arrives, and begin to verify it. `finish_checks` must follow.
 
         Workers agree that none of them has failed before they load a chunk with collective steps.
         """

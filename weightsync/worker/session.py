@@ -53,7 +53,6 @@ class WorkerSession:
         self.receiver = Receiver(model)
         self.engine_instance = secrets.token_hex(8)
         """A random id. It changes at each start of the engine and whenever a former trainer's mapping is taken away."""
-        self._model = model
         self._connection: Connection | None = None
         self._trainer = _NO_TRAINER
         """The last trainer that got the engine."""
@@ -76,7 +75,7 @@ class WorkerSession:
     @property
     def _name(self) -> str:
         """The name in errors."""
-        worker = f"worker {self._model.identity.name}"
+        worker = f"worker {self.receiver.model.identity.name}"
         return worker if self._trainer is _NO_TRAINER else f"engine {self._trainer.engine} {worker}"
 
     def init(self, info: dict[str, Any]) -> None:
@@ -96,7 +95,7 @@ class WorkerSession:
             problem = errors.wrap_exception(error, who=self._name, phase="init")
             logger.error("%s cannot connect to a trainer: %s", self._name, problem)
             # There is no connection for the error. The last worker's answer has no other answer behind it in a queue.
-            if (identity := self._model.identity).rank == identity.world - 1:
+            if (identity := self.receiver.model.identity).rank == identity.world - 1:
                 raise problem from error
             return
         if is_met:
@@ -107,8 +106,8 @@ class WorkerSession:
         if self._has_met(info.session) and self._trainer.engine == info.engine:
             return True
         self._look_back()
-        place = self._model.identity.in_engine(info.cores)
-        device, gpu_uuid = describe_device(self._model.device)
+        place = self.receiver.model.identity.in_engine(info.cores)
+        device, gpu_uuid = describe_device(self.receiver.model.device)
         hello = wire.Hello(
             protocol=wire.PROTOCOL,
             role="worker",
@@ -171,7 +170,7 @@ class WorkerSession:
             self._take_memory_back()
         spawn("trainer's end", partial(_await_end, connection, weakref.WeakMethod(self._let_go)))
         self._connection, self._trainer = connection, info
-        if self._fence and self._model.identity.in_engine(info.cores).rank == 0:
+        if self._fence and self.receiver.model.identity.in_engine(info.cores).rank == 0:
             note_session(self._fence, info.session)
 
     def _tell(self, connection: Connection, error: BaseException, phase: str) -> errors.WeightSyncError:
@@ -198,7 +197,7 @@ class WorkerSession:
         writers = [each for each in self._mapped_by if is_running(each)]
         # Memory on a GPU cannot be taken back. No driver call ends another process's mapping, and CUDA graphs have
         # captured the addresses of the parameters.
-        if writers and process != self._trainer.process and self._model.device.type != "cpu":
+        if writers and process != self._trainer.process and self.receiver.model.device.type != "cpu":
             pids = ", ".join(each.split(":")[1] for each in writers)
             raise errors.EngineBusyError(
                 "a trainer has this engine's memory mapped, does not answer, and may still write there: end its "
@@ -230,7 +229,8 @@ class WorkerSession:
                 connection.is_open()  # reads what has arrived
                 self._look_back()
                 self._note_release(connection)
-                with torch.cuda.device(self._model.device) if self._model.device.type == "cuda" else nullcontext():
+                device = self.receiver.model.device
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     self.close()
 
     def _note_release(self, connection: Connection | None) -> None:
@@ -306,7 +306,7 @@ class WorkerSession:
                 self.close()
             logger.error("%s gave up: %s. State: %s", self._name, problem, self.status())
             own = None if failed_elsewhere else problem
-            telemetry.engine_failed(self._model.identity.name, own, self.receiver.state == wire.POISONED)
+            telemetry.engine_failed(self.receiver.model.identity.name, own, self.receiver.state == wire.POISONED)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -325,7 +325,7 @@ class WorkerSession:
                     raise
 
     def _answer(self, message: wire.Message, wait: Wait, tell: Tell) -> wire.Message:
-        if not isinstance(message, wire.Commit) and self._model.is_asleep():
+        if not isinstance(message, wire.Commit) and self.receiver.model.is_asleep():
             raise errors.EngineAsleepError(
                 'the engine\'s weights are asleep, and nothing was written. Call wake_up(tags=["weights"]) before a '
                 'push, and wake_up(tags=["kv_cache"]) after it'
@@ -341,7 +341,7 @@ class WorkerSession:
                     self.receiver.connect(message, wait, self._deadline(), tell)
                 return wire.Connected()
             case wire.ExportParameters():
-                exported = self.receiver.export(self._model.identity.in_engine(self._trainer.cores).rank)
+                exported = self.receiver.export(self.receiver.model.identity.in_engine(self._trainer.cores).rank)
                 self._mapped_by = set(message.processes)
                 return wire.ParametersExported(self.engine_instance, *exported)
             case wire.Ready():
@@ -356,7 +356,7 @@ class WorkerSession:
             case wire.Commit():
                 loaded = self.receiver.loaded
                 committed = wire.Committed(message.version, self.receiver.commit(message.version))
-                telemetry.engine_serves(self._model.identity.name, message.version, loaded)
+                telemetry.engine_serves(self.receiver.model.identity.name, message.version, loaded)
                 self._committed_over = self._connection
                 return committed
         raise errors.ProtocolError(f"the trainer sent an unexpected {type(message).__name__}")
@@ -381,9 +381,9 @@ class WorkerSession:
                     connection.answer_pings()
                     if failed is None and (connection.has_failure() or not connection.is_open()):
                         failed = self._deadline()
-                    if failed is not None and failed.passed() and self._model.all_reduce_max is not None:
+                    if failed is not None and failed.passed() and self.receiver.model.all_reduce_max is not None:
                         cause = connection.reported() or "the trainer has gone"
-                        self._model.end_process(f"{self._name} waits for other workers after a failed push: {cause}")
+                        self.receiver.model.end_process(f"{self._name} waits for workers after a failed push: {cause}")
                         return
 
         spawn("lease", attend)
