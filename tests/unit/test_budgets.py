@@ -16,14 +16,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMITS = {
-    "code lines of the core": 20_718,
+    "code lines of the core": 20_716,
     "code lines of the longest file": 350,
     "functions over 60 lines": 1,
+    "classes of the core of over 12 attributes": 4,
     "mean lines of a function": 8.0,
     "relative words in 100 words of docstrings and comments": 1.2,
     "lines of the longest docstring": 72,
     "names of tests over 80 characters": 0,
-    "lines of tests outside of tests/unit that touch private attributes": 162,
+    "lines of tests outside of tests/unit that touch private attributes": 160,
 }
 """Lower a limit when you improve its measure, never raise it. A mean is rounded to one digit."""
 
@@ -31,6 +32,7 @@ LIMITS = {
 APART = ("weightsync/hybrid/", "weightsync/tools/", "weightsync/vllm/rollout.py")
 
 MOST_FUNCTION_LINES = 60
+MOST_ATTRIBUTES = 12
 MOST_NAME_CHARACTERS = 80
 RELATIVE = re.compile(r"\b(who|which|that|what|those|whose|where)\b", re.IGNORECASE)
 NO_CODE = {
@@ -59,6 +61,7 @@ class Module:
     path: str
     code_lines: int
     functions: dict[str, int]
+    attributes: dict[str, int]
     docstrings: dict[str, int]
     words: int
     relative_words: int
@@ -77,6 +80,28 @@ def is_text(statement: ast.stmt) -> bool:
     """Return whether a statement is a string: a docstring, or the text below an attribute."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def is_mutable_class(statement: ast.stmt) -> bool:
+    """Return whether a statement defines a class whose objects may change: no record of values."""
+    if not isinstance(statement, ast.ClassDef):
+        return False
+    bases = [ast.unparse(base) for base in statement.bases]
+    is_frozen = any("frozen=True" in ast.unparse(decorator) for decorator in statement.decorator_list)
+    return not is_frozen and not any(base.startswith(("Struct", "Message", "NamedTuple")) for base in bases)
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """Return the attributes that a class declares, and those that its methods set."""
+    declared = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+    return declared | {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
 
 
 def lines_of(node: ast.AST) -> range:
@@ -103,6 +128,7 @@ def read_module(path: str, source: str) -> Module:
         path,
         len(code - {line for text in texts for line in lines_of(text)}),
         functions,
+        {f"{path}:{node.lineno} {node.name}": len(attributes_of(node)) for node in found if is_mutable_class(node)},
         {f"{path}:{text.lineno}": len(lines_of(text)) for text in texts},
         sum(len(re.findall(r"[A-Za-z']+", text)) for text in prose),
         sum(len(RELATIVE.findall(text)) for text in prose),
@@ -149,6 +175,7 @@ def measures() -> dict[str, Measure]:
     sizes = {module.path: module.code_lines for module in modules}
     core = {path: size for path, size in sizes.items() if not path.startswith(APART)}
     functions = {place: size for module in modules for place, size in module.functions.items()}
+    attributes = {place: n for each in modules if each.path in core for place, n in each.attributes.items()}
     docstrings = {place: size for module in modules for place, size in module.docstrings.items()}
     relative = {module.path: module.relative_words for module in modules}
     names, private = {}, {}
@@ -165,6 +192,7 @@ def measures() -> dict[str, Measure]:
         Measure(sum(core.values()), largest(core)),
         Measure(max(sizes.values()), largest(sizes)),
         Measure(long, largest(functions, MOST_FUNCTION_LINES)),
+        Measure(sum(size > MOST_ATTRIBUTES for size in attributes.values()), largest(attributes, MOST_ATTRIBUTES)),
         Measure(round(sum(functions.values()) / len(functions), 1), largest(functions)),
         Measure(round(share, 1), largest(relative)),
         Measure(max(docstrings.values()), largest(docstrings)),
@@ -188,6 +216,12 @@ def test_code_functions_and_prose_of_a_module_are_measured():
     assert module.functions == {"a.py:8 f": 2}
     assert module.docstrings == {"a.py:1": 1, "a.py:9": 4}
     assert (module.words, module.relative_words) == (10, 2)
+
+
+def test_attributes_are_counted_of_classes_whose_objects_change():
+    body = ":\n  a: int = 1\n  def f(self):\n    self.b = self.c = 1\n    other.d = self.e\n"
+    records = f"class B(Struct){body}@dataclass(frozen=True)\nclass C{body}"
+    assert read_module("a.py", f"class A{body}{records}").attributes == {"a.py:1 A": 3}
 
 
 @pytest.mark.parametrize(
