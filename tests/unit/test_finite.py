@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightsync.kernels import finite
 from weightsync.kernels.finite import find_non_finite
+from weightsync.kernels.runs import storage_of
 from weightsync.vllm.kv_cache import begin_search, last_layers
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -36,6 +39,32 @@ def test_strides_integers_and_empty_tensors():
     assert find_non_finite([]) == []
     infinities = torch.tensor([float("inf"), float("-inf")])
     assert find_non_finite([infinities, nn.Parameter(infinities[:1])]) == [0, 1]
+
+
+class NewTensors(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation returns in memory of its own."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_of(each) for each in args if isinstance(each, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and storage_of(result) not in given:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("value", [0.5, *BAD])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2])
+def test_a_tensor_is_copied_into_a_wider_dtype_in_parts(
+    dtype: torch.dtype, value: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(finite, "_PART_ELEMENTS", 64, raising=False)
+    tensor = with_value(dtype, value)
+    with NewTensors() as made:
+        assert bool(finite.sum_of(tensor).isfinite()) == finite._is_finite(tensor) == (value == 0.5)
+    assert 0 < made.largest <= 64
+    assert find_non_finite([tensor, tensor.t()]) == ([] if value == 0.5 else [0, 1])
 
 
 def test_a_sum_that_overflows_is_no_bad_value():

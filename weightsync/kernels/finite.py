@@ -6,13 +6,16 @@ therefore clears nearly all tensors. Only tensors without a finite sum are searc
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from weightsync.net.runtime import submit
+from weightsync.planning.grouping import grouped
+
+_PART_ELEMENTS = 1 << 26
+"""Most elements of a copy in float32. A whole copy of a layer's fused experts may find no room beside them."""
 
 
 def find_non_finite(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -43,26 +46,27 @@ def _are_finite(tensors: Mapping[int, torch.Tensor]) -> list[tuple[list[int], to
 
     Does not wait for their GPUs.
     """
-    sums: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
-    for number, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.numel():
-            own = sum_of(tensor)
-            sums[own.device, own.dtype][number] = own
-    return [([*alike], torch.stack([*alike.values()]).isfinite()) for alike in sums.values()]
+    sums = {number: sum_of(each) for number, each in tensors.items() if each.is_floating_point() and each.numel()}
+    alike = grouped(sums, lambda number: (sums[number].device, sums[number].dtype))
+    return [(own, torch.stack([sums[number] for number in own]).isfinite()) for own in alike.values()]
 
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor of floats, in float32 or wider. Does not wait for its GPU."""
-    if tensor.dtype.itemsize == 1:  # float8: torch cannot sum it
-        tensor = tensor.to(torch.bfloat16)
     if tensor.dtype is torch.float64:
         return tensor.sum()
-    # On a CPU, `sum(dtype=...)` first copies the tensor. float16 needs that copy, or its sum would soon overflow.
-    return tensor.sum(dtype=torch.float32) if tensor.is_cuda or tensor.dtype is torch.float16 else tensor.sum().float()
+    # torch cannot sum float8. On a CPU `sum(dtype=...)` copies the tensor, and a sum in float16 would soon overflow.
+    if tensor.dtype.itemsize == 1 or (tensor.dtype is torch.float16 and not tensor.is_cuda):
+        return torch.stack([part.sum() for part in _widened(tensor)]).sum()
+    return tensor.sum(dtype=torch.float32) if tensor.is_cuda else tensor.sum().float()
 
 
 @torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.to(torch.bfloat16)
-    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+    parts = _widened(tensor) if tensor.dtype.itemsize == 1 else [tensor]
+    return all(bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts)
+
+
+def _widened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor in float32, in parts."""
+    return (part.float() for part in tensor.reshape(-1).split(_PART_ELEMENTS))
