@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightsync.kernels import finite
 from weightsync.kernels.finite import find_non_finite
 from weightsync.kernels.runs import storage_of
+from weightsync.vllm import kv_cache
 from weightsync.vllm.kv_cache import begin_search, last_layers
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -146,6 +147,16 @@ def test_a_cache_of_8_bits(dtype: torch.dtype, byte: int, is_cleared: bool):
     layers: dict[str, Any] = {"layers.0.attn": Layer(cache.view(dtype))}
     assert begin_search(layers, last_layers(layers, [model_of(layers)]))() is is_cleared
     assert bool(cache.any()) is not is_cleared
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 4), (64, 2, 4), (4, 2, 64)])
+def test_a_cache_of_8_bits_is_searched_in_parts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv_cache, "_AT_ONCE_BYTES", 32)
+    layers: dict[str, Any] = {"layers.0.attn": Layer(torch.zeros(shape, dtype=torch.uint8))}
+    clear = begin_search(layers, last_layers(layers, [model_of(layers)]))
+    with NewTensors() as made:
+        assert not clear()
+    assert 0 < made.largest <= 32
 
 
 def test_an_engine_without_a_cache():

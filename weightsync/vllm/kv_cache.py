@@ -91,6 +91,7 @@ def _may_be_non_finite(tensor: torch.Tensor) -> bool:
     """
     if tensor.dtype.itemsize > 1 or tensor.dtype is torch.int8:
         return True
-    rows = max(1, _AT_ONCE_BYTES * tensor.shape[0] // tensor.numel())  # in parts: the engine leaves little memory free
-    parts = tensor.view(torch.uint8).split(rows)
+    # In parts, because the engine leaves little memory free. The first dimension may be keys and values alone.
+    length, dim = max((length, dim) for dim, length in enumerate(tensor.shape))
+    parts = tensor.view(torch.uint8).split(max(1, _AT_ONCE_BYTES * length // tensor.numel()), dim)
     return any(bool(((part & 0x7F) >= _LEAST_NON_FINITE).any()) for part in parts)
