@@ -302,6 +302,30 @@ def test_a_parameter_computed_from_one_without_tensors_is_refused():
         trace_loader(model, model.load_weights, manifest_of({}))
 
 
+class InterleavesRows(nn.Module):
+    """Its loader writes every second row of a weight."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(10_000, columns))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.weight.data["ab".index(name) :: 2].copy_(tensor)
+
+
+def test_thousands_of_blocks_of_a_parameter_are_counted_only_if_they_are_small():
+    for columns in (2, 14):
+        model = on_meta(lambda columns=columns: InterleavesRows(columns))
+        tensors = {name: torch.empty(5_000, columns, device="meta") for name in "ab"}
+        trace = trace_loader(model, model.load_weights, manifest_of(tensors))
+        if columns == 2:
+            assert uncovered(model, trace) == ({}, {})
+        else:
+            with pytest.raises(UnsupportedError, match=r"70000 elements of a .* \(10000, 14\) in over 4096 blocks"):
+                uncovered(model, trace)
+
+
 def test_a_parameter_that_was_never_made_is_refused():
     weight = torch.randn(4, 6)
     host = ModuleHost(MakesItsBias, {"weight": weight})

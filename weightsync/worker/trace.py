@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from weightsync.errors import UnsupportedError
 from weightsync.kernels.runs import storage_of
 from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import (
+    MAX_BOXES,
     Box,
     LoadCopy,
     Manifest,
@@ -235,13 +237,8 @@ def paddings(model: nn.Module, trace: Trace) -> list[Fill]:
 def writers(model: nn.Module, trace: Trace, param: str, boxes: list[Box]) -> list[str]:
     """Return the names of the tensors with targets in `boxes` of a parameter."""
     tensor = named_tensors(model)[param]
-    return sorted(
-        {
-            copy.name
-            for copy in trace.copies
-            if copy.param == param and any(part.intersect(box) for part in _param_boxes(tensor, copy) for box in boxes)
-        }
-    )
+    own = [(copy.name, _param_boxes(tensor, copy)) for copy in trace.copies if copy.param == param]
+    return sorted({name for name, parts in own if any(part.intersect(box) for part in parts for box in boxes)})
 
 
 class Feed:
@@ -371,10 +368,8 @@ class _Recorder(TorchDispatchMode):
             if (read := self._parameter_read(args, kwargs)) is not None:
                 self._read[key] = read
                 self._keep.append(tensor)
-            if (
-                func is torch.ops.aten._to_copy.default
-                and (meta := self._feed.names.get(storage_of(args[0]))) is not None
-            ):
+            meta = self._feed.names.get(storage_of(args[0])) if func is torch.ops.aten._to_copy.default else None
+            if meta is not None:
                 self._casts[key] = meta
 
     def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -450,6 +445,11 @@ def _fill_boxes(param: torch.Tensor, fill: Fill) -> list[Box]:
 def _storage_boxes(param: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> list[Box]:
     shape, start = _rows_first(param)
     boxes = strided_boxes(shape, offset - start, size, stride)
+    if boxes is None and prod(size) > 16 * MAX_BOXES:
+        raise UnsupportedError(
+            f"the engine's loader writes {prod(size)} elements of a parameter of shape {tuple(param.shape)} in over "
+            f"{MAX_BOXES} blocks, and a load plan lists blocks. Use CheckpointTransport(folder, restart=True)"
+        )
     # Rare: a region that is no box is counted element by element.
     return boxes if boxes is not None else _element_boxes(shape, offset - start, size, stride)
 
@@ -464,9 +464,5 @@ def _element_boxes(shape: tuple[int, ...], offset: int, size: tuple[int, ...], s
 
 def _inside(hole: Box, boxes: list[Box]) -> list[Box]:
     """Return the parts of `boxes` within `hole`, in the hole's own coordinates."""
-    parts = []
-    for box in boxes:
-        if (part := hole.intersect(box)) is not None:
-            start = tuple(p - h for p, h in zip(part.start, hole.start, strict=True))
-            parts.append(Box(start, part.size))
-    return parts
+    parts = [part for box in boxes if (part := hole.intersect(box)) is not None]
+    return [Box(tuple(p - h for p, h in zip(part.start, hole.start, strict=True)), part.size) for part in parts]
