@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from weightsync.errors import ConfigError
 from weightsync.net.wire import PREFIX_BYTES, Value, decode, encode
 from weightsync.planning.layout import Box, Manifest, ShardLocation, TensorMeta, coverage, itemsize, row_major
 from weightsync.planning.transfer_plan import (
@@ -257,6 +258,14 @@ def test_workers_share_one_chain_before_a_rank_sends_more_than_the_model():
     )
     # Two ranks send half of it twice.
     assert len(choose_chains(manifest, by_rows("a", 8, 4, 2), reads, [0, 1, 1])) == 3
+
+
+def test_a_limit_in_mebibytes_instead_of_bytes_is_refused_before_a_chunk_is_cut():
+    manifest = manifest_of(("a", (257, 1 << 18)))
+    locations = by_rows("a", 257, 1 << 18, 1)
+    with pytest.raises(ConfigError, match=r"^max_bytes=256 for 269484032 bytes: over 1048576 chunks\. Give more"):
+        chunks_of(manifest, locations, 256)
+    assert chunks_of(manifest, locations, 256, in_place=frozenset("a"), chains=[])  # nothing is cut
 
 
 def test_longer_chains_have_smaller_chunks_down_to_a_limit():

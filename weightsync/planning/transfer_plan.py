@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weightsync.errors import ConfigError
 from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
 from weightsync.planning.load_plan import NameReader, PackedRegions, pack_regions
@@ -36,6 +37,9 @@ CHUNKS_PER_HOP = 32
 The last of `hops + 1` workers receives its first chunk `hops` chunk times late. A push of `32 * hops` chunks loses one
 32nd of its time to this.
 """
+
+_MOST_CHUNKS = 1 << 20
+"""The most chunks of a plan. The list of more would take longer than any push."""
 
 _FINENESS = 8
 """The least number of parts in a chunk. Larger parts would leave much of each chunk empty."""
@@ -287,6 +291,8 @@ def make_chunks(
     The names in `in_place` are one chunk. `in_place` is empty if there are chains. The names in `frozen` have the last
     chunks to themselves. `together` maps the name of a quantised weight to the name of its scales. The scales travel
     with the weight's first chunk.
+
+    Raises `ConfigError` for a `max_bytes` that makes too many chunks.
     """
     load = load_chains(manifest, chains) if chains else load_staged(manifest)
     travelling = [location for location in locations if location.box.numel and location.name not in in_place]
@@ -295,8 +301,10 @@ def make_chunks(
     owned = (shard for tensor in tensors.values() for shard in tensor.pieces)
     shards: Shards = grouped(owned, lambda shard: (shard.name, shard.rank))
     hops = longest_way(chains) if hops is None else hops
+    whole = _peak(_total(part.held for part in tensors.values()))
+    if max_bytes is not None and whole > _MOST_CHUNKS * max_bytes:
+        raise ConfigError(f'max_bytes={max_bytes} for {whole} bytes: over {_MOST_CHUNKS} chunks. Give more: "256MiB"')
     if max_bytes is not None and hops:
-        whole = _peak(_total(part.held for part in tensors.values()))
         max_bytes = min(max_bytes, max(whole // (CHUNKS_PER_HOP * hops), min_chunk_bytes))
     chunks: list[Chunk] = []
     for is_frozen in (False, True):
