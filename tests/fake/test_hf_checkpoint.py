@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import quantised_checkpoints
 import tiny_models
@@ -151,6 +152,40 @@ def test_names_of_either_form_are_excluded():
     experts = {name.partition(".mlp.experts.")[2] for name in rest if ".layers.1." in name and ".experts." in name}
     assert experts == {f"{i}.{part}_proj.weight" for i in (0, 1, 3) for part in ("gate", "up", "down")}
     assert not [name for name in rest if ".layers.0." in name and "gate_proj" in name]
+
+
+def test_a_tied_tensor_is_sent_if_the_first_of_its_name_is_excluded():
+    model = tiny_models.tied("qwen3-moe", "layers.0", "layers.1", "mlp.experts.gate_up_proj")
+    first, second = (f"model.layers.{layer}.mlp.experts.2.up_proj.weight" for layer in (0, 1))
+    found = sent(model, exclude=(first,))
+    assert first not in found
+    assert torch.equal(found[second], sent(model)[first])
+    assert second not in sent(model)
+
+
+@pytest.mark.parametrize("rename", [None, {r"^model\.": ""}])
+def test_a_tied_tensor_with_a_dtype_of_its_own_is_sent(rename: Any):
+    model = tiny_models.tied("llama", "layers.0", "layers.1", "input_layernorm.weight")
+    names = [f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1)]
+    prefix = "model." if rename is None else ""
+    for layer, own in ((0, names[:1]), (1, names)):
+        found = sent(model, dtypes={f"{prefix}layers.{layer}.*": "float32"}, rename=rename)
+        assert [name for name in names if name in found] == own
+    assert names[1] not in sent(model, dtypes={"*": "float32"}, rename=rename)
+
+
+def test_adapters_of_layers_that_share_a_part_of_a_joined_tensor_are_merged(tmp_path: Path):
+    def wrapped() -> Any:
+        model = tiny_models.tied("hrm-text", "L_module.layers.0", "H_module.layers.0", "mlp.gate_proj.weight")
+        torch.manual_seed(1)
+        options = {"r": 4, "target_modules": ["gate_proj"], "init_lora_weights": False}
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+    save(wrapped(), tmp_path / "adapters")
+    save(wrapped().merge_and_unload(), tmp_path / "merged")
+    found, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("adapters", "merged"))
+    assert_same({key: found.pop(key) for key in expected}, expected)
+    assert not found
 
 
 def sharded_stacks(rank: int, folder: str) -> None:

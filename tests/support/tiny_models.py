@@ -230,6 +230,16 @@ def fill(model: nn.Module, weights: str) -> None:
             param.copy_(value)
 
 
+def tied(kind: str, first: str, second: str, *names: str) -> Any:
+    """A model with weights "A". Its layer `second` has these tensors of its layer `first`, as if code tied them."""
+    model = build(kind, "A")
+    for name in names:
+        module, _, tensor = name.rpartition(".")
+        own = model.model.get_submodule(f"{first}.{module}")
+        setattr(model.model.get_submodule(f"{second}.{module}"), tensor, getattr(own, tensor))
+    return model
+
+
 def save(model: nn.Module, folder: Path) -> Path:
     """The checkpoint of `model`, for an engine to start from."""
     model.save_pretrained(folder)  # type: ignore[operator]

@@ -9,9 +9,10 @@ the result gives each tensor's place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -67,17 +68,11 @@ class SavedParts:
     regions: tuple[SavedRegion, ...]
     _views: dict[tuple[Box, tuple[int, ...]], list[SavedView]] = field(default_factory=dict, compare=False)
 
-    def ties_to(self, first: SavedParts) -> list[tuple[str, str]]:
-        """Return (name, name of the equal part of `first`) of each part. `self` and `first` are parts of one tensor."""
-        of_region = dict(zip(first.regions, first.metas, strict=True))
-        pairs = [(meta, of_region.get(region)) for meta, region in zip(self.metas, self.regions, strict=True)]
-        return [(meta.name, own.name) for meta, own in pairs if own is not None and own.shape == meta.shape]
-
-    def without_excluded(self, selection: TensorSelection) -> SavedParts:
-        """Return the parts without excluded ones."""
-        pairs = zip(self.metas, self.regions, strict=True)
-        kept = [(meta, region) for meta, region in pairs if not selection.excludes(meta.name)]
-        return SavedParts(tuple(meta for meta, _ in kept), tuple(region for _, region in kept))
+    def without(self, drops: Callable[[str], bool]) -> SavedParts:
+        """Return the parts without each part in a tensor of the checkpoint that `drops` by its name."""
+        keeps = [not drops(meta.name) for meta in self.metas]
+        kept = SavedParts(tuple(compress(self.metas, keeps)), tuple(compress(self.regions, keeps)))
+        return self if all(keeps) else kept  # layers share the views of `self`
 
     def of_layer(self, number: int, other: int) -> SavedParts:
         """Return the parts of the same tensor in layer `other`. These are the parts in layer `number`."""
@@ -98,11 +93,30 @@ class SavedParts:
 def manifest_of(saved: Iterable[SavedParts], tied: Iterable[tuple[str, str]] = ()) -> Manifest:
     """Return the tensors of the checkpoint, each once. Several of the model's tensors may be parts of one.
 
-    `tied` has (other name, name) of each tensor that the model has twice.
+    `tied` has (other name, name) of each tensor that the checkpoint has twice.
     """
-    metas = dict.fromkeys(meta for parts in saved for meta in parts.metas)
-    names = {meta.name for meta in metas}
-    return Manifest(tuple(metas), tuple(dict.fromkeys(pair for pair in tied if pair[0] not in names)))
+    return Manifest(tuple(dict.fromkeys(meta for parts in saved for meta in parts.metas)), tuple(tied))
+
+
+EachOnce = tuple[list[SavedParts], dict[str, str]]
+"""The parts of the tensors that travel, and the name of the equal tensor by each other tensor's name."""
+
+
+def each_once(names: Sequence[str], saved: Sequence[SavedParts], selection: TensorSelection) -> EachOnce:
+    """Leave out each tensor of the checkpoint with the parts of an earlier one and without a dtype of its own.
+
+    names: a name for each of the model's tensors, the same for tied ones.
+    saved: the parts of these tensors.
+    """
+    made: dict[TensorMeta, set[tuple[str, SavedRegion]]] = defaultdict(set)
+    for name, parts in zip(names, saved, strict=True):
+        for meta, region in zip(parts.metas, parts.regions, strict=True):
+            made[meta].add((name, region))
+    first: dict[Hashable, str] = {}
+    pairs = {meta.name: first.setdefault((frozenset(own), meta.shape), meta.name) for meta, own in made.items()}
+    dtypes = {name: selection.wire_dtype(selection.renamed(name)) for name in pairs}
+    tied = {other: name for other, name in pairs.items() if other != name and dtypes[other] in (None, dtypes[name])}
+    return [parts.without(tied.__contains__) for parts in saved], tied
 
 
 def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:
@@ -111,18 +125,15 @@ def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: Tenso
     `tensors` have the names that `walk` gives them. A model that is not from transformers is saved unchanged. Raises
     one `UnsupportedError` for all tensors with values that a save computes.
     """
-    found = _saved(unwrapped(model), tensors)
-    return [parts.without_excluded(selection) for parts in found] if selection.exclude else found
+    return [parts.without(selection.excludes) for parts in _saved(unwrapped(model), tensors)]
 
 
 def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> list[SavedParts]:
     convert = _conversion(model) if tensors else None
     if convert is None:
-        return [
-            SavedParts((meta,), (SavedRegion(whole, tuple(range(len(meta.shape))), whole),))
-            for meta in tensors
-            for whole in (Box.full(meta.shape),)
-        ]
+        boxes = [Box.full(meta.shape) for meta in tensors]
+        regions = [SavedRegion(box, tuple(range(len(box.size))), box) for box in boxes]
+        return [SavedParts((meta,), (region,)) for meta, region in zip(tensors, regions, strict=True)]
     found = _repeat(convert, tensors) or _follow(convert, tensors)
     if lost := [meta.name for meta in tensors if meta.name not in found]:
         lines = "".join(f"\n  {name}" for name in lost)

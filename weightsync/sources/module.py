@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from msgspec.structs import replace as replace_meta
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -25,7 +24,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources.base import Barrier, LocalSource, Memo, Model, Reading, TensorShard, dtype_name, one_module
 from weightsync.sources.edits import Edit, edited, stand_in
 from weightsync.sources.four_bits import FourBits, packed_weights
-from weightsync.sources.hf_checkpoint import SavedParts, SavedRegion, manifest_of, saved_form
+from weightsync.sources.hf_checkpoint import EachOnce, SavedParts, SavedRegion, each_once, manifest_of, saved_form
 from weightsync.sources.module_tree import modules, own_tensors, walk, walk_shells
 from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
@@ -70,7 +69,7 @@ class ModuleSource(LocalSource):
         self._mergeable: set[Hashable] = set()  # the known forms of PEFT's layers
         self._wrapped = False  # PEFT has wrapped layers: their state is not only in tensors
         self._changed: Memo[dict[str, str]] = Memo()
-        self._saved: Memo[list[list[SavedParts]]] = Memo()
+        self._saved: Memo[EachOnce] = Memo()
 
     def readers(self, model: nn.Module) -> Iterator[NamedReader]:
         """Yield every parameter and persistent buffer in the order of `state_dict`, tied ones under each name."""
@@ -123,7 +122,7 @@ class ModuleSource(LocalSource):
                     meta = saved.metas[view.part]
                     compute = partial(self._compute, saved, number, at, len(views) > 1) if held.edits else None
                     shards.append(TensorShard(meta, view.box, view.of(tensor), meta.name in trained, compute))
-        manifest = manifest_of((saved for _, saved in tensors), tied)
+        manifest = manifest_of((saved for _, saved in tensors), tied.items())
         place = {name: number for number, name in enumerate(manifest.names)}
         return Reading(manifest, sorted(shards, key=lambda shard: place[shard.meta.name]), self._settings)
 
@@ -160,28 +159,22 @@ class ModuleSource(LocalSource):
                 self._computed[held.identity, box] = computed
         return saved.views(box, computed.stride())[at].of(computed)
 
-    def _as_saved(
-        self, model: nn.Module, on_meta: bool
-    ) -> tuple[list[tuple[LocalParam, SavedParts]], list[tuple[str, str]]]:
+    def _as_saved(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[LocalParam, SavedParts]], dict[str, str]]:
         """Return this rank's part of each of the model's tensors, with its parts in the checkpoint.
 
-        The second list has (other name, name), in the checkpoint, of each tied tensor of the checkpoint.
+        The second result is that of `each_once`.
         """
-        tensors, tied = self._tensors(model, on_meta)
-        of_name = {name: TensorMeta(name, held.shape, held.dtype) for name, held in tensors}
-        others = [replace_meta(of_name[name], name=other) for other, name in tied.items()]
-        marks = weakref.ref(model), list(of_name.values()), others, self.selection
-        saved, saved_others = self._saved.of(
-            marks, lambda: [saved_form(model, metas, self.selection) for metas in (list(of_name.values()), others)]
-        )
-        by_name = dict(zip(of_name, saved, strict=True))
-        firsts = [by_name[name] for name in tied.values()]
-        ties = [tie for other, first in zip(saved_others, firsts, strict=True) for tie in other.ties_to(first)]
-        return [(held, parts) for (_, held), parts in zip(tensors, saved, strict=True)], ties
+        held, tied = self._tensors(model, on_meta)
+        held |= {other: held[name] for other, name in tied.items()}
+        metas = [TensorMeta(name, own.shape, own.dtype) for name, own in held.items()]
+        names, selection = [tied.get(name, name) for name in held], self.selection
+        marks = weakref.ref(model), metas, names, selection
+        saved, ties = self._saved.of(marks, lambda: each_once(names, saved_form(model, metas, selection), selection))
+        return list(zip(held.values(), saved, strict=True)), ties
 
     @torch.no_grad()
-    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[list[tuple[str, LocalParam]], dict[str, str]]:
-        """Return the tensors that travel, each once, with this rank's part.
+    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[dict[str, LocalParam], dict[str, str]]:
+        """Return this rank's part of each of the model's tensors, tied ones under their first names.
 
         The second result has the first name of each tied tensor by its other names.
         """
@@ -219,7 +212,7 @@ class ModuleSource(LocalSource):
         refused |= dict.fromkeys(absent, "it has an adapter, but is no parameter")
         if refused:
             raise refusal(refused)
-        return list(found.items()), others
+        return found, others
 
     def _adapted(self, name: str, held: LocalParam, adapters: dict[str, list[Adapter]]) -> LocalParam:
         """Return `held` with its adapters, if `name` is a tensor that adapters change.
