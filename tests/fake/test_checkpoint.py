@@ -298,6 +298,8 @@ def test_a_version_has_no_file_of_an_earlier_tokenizer(engine: FakeEngine, tmp_p
     with pusher.sync:
         pusher.push(2)
         assert pusher.sync.catch_up(pusher.model) is None
+        (incoming,) = tmp_path.glob(".incoming-*")
+        assert names_in(incoming) == ["rank-0"], "a catch-up without engines has left files"
         tokenizer.file = "tokenizer.json"
         pusher.push(3)
     folder = tmp_path / "version-00000002"

@@ -293,10 +293,9 @@ class CopyWeights(FleetStrategy):
                 is_last = update.ranks.broadcast(not self._unlinked(late), "plan")
                 transport = None if is_last else self._sessions.begin()
             digests = update.ranks.gather(self._sessions.prepare_push(), "plan")
-        sessions = [*self._sessions.negotiated]
-        of_session = {session: [each[at] for each in digests] for at, session in enumerate(sessions)}
-        if late:
-            sessions = sessions[len(sessions) - made :]
+        first = len(self._sessions.negotiated) - made if late else 0
+        sessions = self._sessions.negotiated[first:]
+        of_session = {session: [each[at] for each in digests] for at, session in enumerate(sessions, first)}
         if pairs := places_of_two(sessions):
             # Ranks that quantise compute scales together, and may be out of step after a refusal.
             self._is_touched |= self._options.quantize is not None
@@ -339,7 +338,7 @@ class CopyWeights(FleetStrategy):
                 "Push it to all engines"
             )
         # Digest only if the shards hold: memory that the model has left may be freed.
-        digests = self._sessions.prepare_push() if holds else []
+        digests = self._sessions.prepare_push() if holds and not late else []
         everyone = ranks.gather([holds, digests, settings_of(reading)], "plan")
         check_settings([settings for *_, settings in everyone])
         changes = self._choose(all(each for each, *_ in everyone), late) if ranks.rank == 0 else None
