@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron_models
 import peft
@@ -640,6 +641,8 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
 
 def save_sharded(rank: int, folder: str) -> None:
     model = tiny_models.shard(tiny_models.build("qwen3-moe", "B"))
+    if rank > 0:  # rank 0 alone asks the class for its ties
+        model.get_expanded_tied_weights_keys = mock.Mock(side_effect=NotImplementedError)
     weightsync.save(model, Path(folder, "new"), tokenizer=Saver("tokenizer.json", {}), max_shard_bytes=100_000)
     assert Path(folder, "new", INDEX).exists()
 

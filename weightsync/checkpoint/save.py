@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.shard_files import check_seen, check_whole, create, placement_errors, publish, write
-from weightsync.checkpoint.sidecars import apart_when_loaded, files_beside, with_configs
+from weightsync.checkpoint.sidecars import Ties, apart_when_loaded, files_beside, with_configs
 from weightsync.config import BackendName
 from weightsync.errors import ConfigError, ManifestError
 from weightsync.net.ranks import Ranks, collective
@@ -110,7 +110,7 @@ def save_tensors(
             manifest, mine = share_out(update, _in_saved_dtypes(reading.manifest, selection), reading.shards)
             bucketer = ThresholdBucketer(min(_BUCKET_BYTES, max_shard_bytes))
             buckets = [bucket.names for bucket in bucketer.bucket(manifest, None)]
-            apart = ranks.broadcast(apart_when_loaded(manifest, model), "plan", tuple[tuple[str, str], ...])
+            apart = ranks.broadcast(apart_when_loaded(manifest, model) if ranks.rank == 0 else (), "plan", Ties)
             files = lay_out(Manifest(manifest.tensors, apart), buckets, max_shard_bytes)
             by_name = grouped(mine, lambda pair: pair[0].name)
         with update.timeline.during("save"):

@@ -24,6 +24,8 @@ _TIE = "tie_word_embeddings"
 _ENDS = r"(lm_head|head|embed_out|output|output_layer)\.weight"
 _HEAD, _LIKE_HEAD = re.compile(rf"([a-z]\w*\.)*{_ENDS}"), re.compile(rf"(.*\.)?{_ENDS}")
 """The names of output layers, and these with the names in numbered layers, such as a drafter's."""
+Ties = tuple[tuple[str, str], ...]
+"""Ties as in `Manifest.tied`."""
 
 
 def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
@@ -51,7 +53,7 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
     return found
 
 
-def apart_when_loaded(manifest: Manifest, model: Model) -> tuple[tuple[str, str], ...]:
+def apart_when_loaded(manifest: Manifest, model: Model) -> Ties:
     """Return the manifest's ties without those of a loaded model.
 
     Output layers may be tied by the config, and other tensors by the class of a transformers model.

@@ -28,7 +28,7 @@ from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.locked_folder import LOCK, VersionFolder
 from weightsync.checkpoint.own_files import opened_plain
 from weightsync.checkpoint.safetensors import Shards, lay_out, runs
-from weightsync.checkpoint.sidecars import apart_when_loaded, files_beside, with_configs
+from weightsync.checkpoint.sidecars import Ties, apart_when_loaded, files_beside, with_configs
 from weightsync.errors import ConfigError, PlacementError
 from weightsync.net.runtime import Deadline
 from weightsync.net.update import Update
@@ -90,10 +90,8 @@ class FilesTransport(base.Transport):
         ranks = update.ranks
         # No chunk has tensors without elements.
         order = dict.fromkeys([*(name for chunk in plan.chunks for name in chunk.names), *plan.manifest.names])
-        apart = ranks.broadcast(
-            apart_when_loaded(plan.manifest, tensors.model()), "connect", tuple[tuple[str, str], ...]
-        )
-        saved = Manifest(plan.manifest.tensors, apart)
+        apart = apart_when_loaded(plan.manifest, tensors.model()) if ranks.rank == 0 else ()
+        saved = Manifest(plan.manifest.tensors, ranks.broadcast(apart, "connect", Ties))
         shards = lay_out(saved, [(name,) for name in order], self._max_shard_bytes)
         opened = self._open(ranks.size) if ranks.rank == 0 else None
         incoming, self.newest_version = ranks.broadcast(opened, "connect")
