@@ -386,6 +386,27 @@ def test_what_an_engine_has_in_8_bits_beyond_that_it_quantises_itself() -> None:
         check_live(engine, expected)
 
 
+def test_a_weight_of_two_layers_is_pushed_quantised_to_both() -> None:
+    model = net()
+    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    expected = quantized(state_of(model), "fp8")
+    with closing(engine_of(expected)) as engine:
+        with WeightSync("fsdp", "ipc", engine, quantize="fp8", timeout_s=TIMEOUT_S) as sync:
+            sync.push(model)
+        check_live(engine, expected)
+
+
+@pytest.mark.parametrize("unquantized", ["layers.0.*", "layers.1.*"])
+def test_a_weight_of_two_layers_is_refused_if_one_alone_is_quantised(unquantized: str) -> None:
+    model = net()
+    model.layers[1].q_proj.weight = model.layers[0].q_proj.weight
+    selection = TensorSelection(unquantized=("*embed*", "lm_head.weight", "*.gate.weight", unquantized))
+    with closing(engine_of(quantized(state_of(model), "fp8", selection))) as engine:
+        sync = WeightSync("fsdp", "ipc", engine, quantize="fp8", selection=selection, timeout_s=TIMEOUT_S)
+        with pytest.raises(ManifestError, match=r"layers.1.q_proj.weight"):
+            sync.push(model)
+
+
 def test_a_weight_is_not_torn_from_its_scales() -> None:
     model = net()
     with closing(engine_of(quantized(state_of(model), "fp8"))) as engine:

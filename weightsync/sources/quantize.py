@@ -81,7 +81,9 @@ class QuantizingSource(SteadySource):
                 f"that stay as they are in TensorSelection.unquantized:\n{lines}",
                 tensors=refused,
             )
-        return Manifest(tuple(found), tuple(pair for pair in given.tied if not self._takes(given[pair[1]])))
+        tied = [pair for pair in given.tied if self._selection.quantizes(pair[0]) or not self._takes(given[pair[1]])]
+        scales = [(f"{other}_scale", f"{name}_scale") for other, name in tied if self._takes(given[name])]
+        return Manifest(tuple(found), (*tied, *(p for p in scales if not any(map(self._selection.excludes, p)))))
 
     def _shards(self, given: Sequence[TensorShard]) -> list[TensorShard]:
         self._held = {}
