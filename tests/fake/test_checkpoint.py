@@ -620,6 +620,33 @@ def test_a_plain_module_is_saved(tmp_path: Path):
     assert (tmp_path / "a" / "b" / INDEX).exists()
 
 
+def test_new_folders_are_on_the_disk_with_what_is_saved_in_them(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: set[str] = set()
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    weightsync.save(trainer_model(checkpoint(2)), tmp_path / "a" / "b" / "c")
+    with WeightSync("fsdp", CheckpointTransport(tmp_path / "d" / "e"), engine, timeout_s=10.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    assert synced >= {str(tmp_path / folder) for folder in ("", "a", "a/b", "d", "d/e")}
+
+
+def test_the_folder_of_checkpoints_may_be_a_link(engine: FakeEngine, tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    weightsync.save(trainer_model(checkpoint(2)), tmp_path / "here" / "saved")
+    with WeightSync("fsdp", CheckpointTransport(tmp_path / "here"), engine, timeout_s=10.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    for name in ("saved", "version-00000001"):
+        assert_equal(read(tmp_path / "there" / name), checkpoint(2))
+
+
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
     target = tmp_path / "saved"
     target.mkdir()
@@ -630,7 +657,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="exists and is not empty"):
         weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file")
-    with pytest.raises(PlacementError, match="cannot make"):
+    with pytest.raises(PlacementError, match=r"cannot write a checkpoint of .* File exists"):
         weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file" / "below")
     with pytest.raises(ManifestError, match=r"embed.weight: the trainer has float32, the selection says int8"):
         weightsync.save(

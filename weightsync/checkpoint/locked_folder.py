@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from weightsync.checkpoint.own_files import discard, open_plain
-from weightsync.checkpoint.shard_files import placement_errors
+from weightsync.checkpoint.shard_files import make_folder, placement_errors
 from weightsync.errors import ConfigError
 from weightsync.net.wire import MAX_VERSION
 
@@ -46,7 +46,7 @@ class LockedFolder:
     def __init__(self, path: Path, content: str) -> None:
         self.path, self._content = path, content
         with self.errors():
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             held = lock(path / LOCK)
             if held is None:
                 raise ConfigError(

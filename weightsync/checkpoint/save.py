@@ -115,8 +115,6 @@ def save_tensors(
             by_name = grouped(mine, lambda pair: pair[0].name)
         with update.timeline.during("save"):
             if ranks.rank == 0:
-                with placement_errors(f"cannot make {target.parent}"):
-                    target.parent.mkdir(parents=True, exist_ok=True)
                 create(incoming, files, files_beside(with_configs(model, *beside), manifest))
             incoming = Path(ranks.broadcast(str(incoming), "save"))
             check_seen(incoming, f"trainer rank {ranks.rank}")

@@ -60,6 +60,7 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
     """
     nbytes = sum(shard.nbytes for shard in shards.files)
     with placement_errors(f"cannot write a checkpoint of {nbytes} bytes to {folder}"):
+        make_folder(folder.parent)
         folder.mkdir()
         for shard in shards.files:
             with opened_plain(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
@@ -121,7 +122,7 @@ def publish(incoming: Path, target: Path) -> None:
         for path in [*incoming.rglob("*"), incoming]:
             sync_path(path)
         incoming.rename(target)
-        sync_path(target.parent)
+        sync_path(target.parent.resolve())
 
 
 def _write_at(fd: int, data: memoryview, at: int) -> None:
@@ -130,8 +131,16 @@ def _write_at(fd: int, data: memoryview, at: int) -> None:
         data, at = data[done:], at + done
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, if they are missing. Wait until they are on the disk. Raises `OSError`."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_path(folder.parent.resolve())
+
+
 def sync_path(path: Path) -> None:
-    """Wait until a file, or a folder's entries, are on the disk."""
+    """Wait until a file, or a folder's entries, are on the disk. Raises `OSError`, also for a link."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.fsync(fd)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weightsync.checkpoint.shard_files import sync_path
+from weightsync.checkpoint.shard_files import make_folder, sync_path
 from weightsync.errors import ConfigError
 from weightsync.hybrid.worker_group import WorkerGroup
 
@@ -78,7 +78,7 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
     for group in groups:
         group.processes.check_steps("the checkpoint")
     folder = Path(folder).absolute()  # workers have other working directories
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for remains in folder.glob(f"*{_PARTIAL}"):
         shutil.rmtree(remains)
     older = _checkpoints(folder)
@@ -95,7 +95,7 @@ def save_job(folder: str | Path, state: Mapping[str, Any], *groups: WorkerGroup,
         if not each.is_symlink():
             sync_path(each)
     partial.rename(path)
-    sync_path(folder)
+    sync_path(folder.resolve())
     for each in [*older, path][:-keep]:
         shutil.rmtree(each)
     return SavedJob(path, dict(state))
