@@ -748,6 +748,19 @@ def test_ties_of_the_class_are_saved_once(tmp_path: Path):
     assert_equal(BertForMaskedLM.from_pretrained(tmp_path / "untied").state_dict(), model.state_dict())
 
 
+def test_a_class_finds_each_name_that_its_own_save_writes(tmp_path: Path):
+    """The class registers the output layer first, and loads the embedding."""
+    from transformers import XLMRobertaConfig, XLMRobertaForMaskedLM, XLMRobertaModel
+
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    model = XLMRobertaForMaskedLM(XLMRobertaConfig(num_hidden_layers=1, **sizes))
+    weightsync.save(model, tmp_path / "new")
+    model.save_pretrained(tmp_path / "own")
+    assert read(tmp_path / "new").keys() >= read(tmp_path / "own").keys()
+    loaded = XLMRobertaModel.from_pretrained(tmp_path / "new", add_pooling_layer=False)
+    assert_equal(loaded.state_dict(), model.roberta.state_dict())
+
+
 @pytest.mark.parametrize(
     ("kind", "is_refused"), [("qwen2-vl", False), ("qwen3-vl", True), ("llava", False), ("gemma3", True)]
 )

@@ -56,14 +56,15 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
 def apart_when_loaded(manifest: Manifest, model: Model) -> Ties:
     """Return the manifest's ties without those of a loaded model.
 
-    Output layers may be tied by the config, and other tensors by the class of a transformers model.
+    Output layers may be tied by the config, and other tensors by the class of a transformers model. A class has one
+    name for each tied tensor to load, and the files must have this name.
     """
     from weightsync.sources.module_tree import unwrapped
 
     # By the config as it is now. `all_tied_weights_keys` goes by the config at the model's construction.
     ask = getattr(unwrapped(model), "get_expanded_tied_weights_keys", None) if isinstance(model, nn.Module) else None
     ties = {} if ask is None else ask(all_submodels=True)
-    apart = [pair for pair in manifest.tied if len({ties.get(name, name) for name in pair}) > 1]
+    apart = [(other, name) for other, name in manifest.tied if ties.get(other) not in (name, ties.get(name, name))]
     return tuple(pair for pair in apart if not _is_head(pair))
 
 
