@@ -654,6 +654,10 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="exists and is not empty"):
         weightsync.save(trainer_model(checkpoint(2)), target)
     assert_equal(read(target), checkpoint(1))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with pytest.raises(ConfigError, match="is a link, or exists and is not empty"):
+        weightsync.save(trainer_model(checkpoint(2)), tmp_path / "link")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="exists and is not empty"):
         weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file")
@@ -663,7 +667,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
         weightsync.save(
             trainer_model(checkpoint(2)), tmp_path / "wrong", selection=TensorSelection(dtypes={"embed*": "int8"})
         )
-    assert names_in(tmp_path) == ["file", "saved"]
+    assert names_in(tmp_path) == ["empty", "file", "link", "saved"]
 
 
 def save_sharded(rank: int, folder: str) -> None:

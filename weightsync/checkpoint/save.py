@@ -168,6 +168,6 @@ def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest
 
 def _refuse_full(target: Path) -> None:
     with placement_errors(f"cannot look at {target}"):
-        is_full = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+        is_full = target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir())))
     if is_full:
-        raise ConfigError(f"{target} exists and is not empty; save to a new folder")
+        raise ConfigError(f"{target} is a link, or exists and is not empty; save to a new folder")
