@@ -299,14 +299,27 @@ def test_a_version_has_no_file_of_an_earlier_tokenizer(engine: FakeEngine, tmp_p
     with pusher.sync:
         pusher.push(2)
         assert pusher.sync.catch_up(pusher.model) is None
-        (incoming,) = tmp_path.glob(".incoming-*")
-        assert names_in(incoming) == ["rank-0"], "a catch-up without engines has left files"
         tokenizer.file = "tokenizer.json"
         pusher.push(3)
     folder = tmp_path / "version-00000002"
     assert_equal(read(folder), checkpoint(3))
     beside = {name for name in names_in(folder) if not name.endswith(".safetensors")}
     assert beside == {"config.json", "tokenizer.json", INDEX}
+
+
+def test_a_catch_up_without_engines_leaves_no_files(engine: FakeEngine, tmp_path: Path):
+    with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as other:
+        pusher = Pusher([engine, other], tmp_path)
+        with pusher.sync:
+            pusher.push(2)
+            (incoming,) = tmp_path.glob(".incoming-*")
+            for removed in (None, other):
+                if removed is not None:
+                    pusher.sync.engines.remove(removed)
+                assert pusher.sync.catch_up(pusher.model) is None
+                assert names_in(incoming) == ["rank-0"]
+            pusher.push(3)
+    assert_equal(read(tmp_path / "version-00000002"), checkpoint(3))
 
 
 def test_a_models_own_configs_are_saved_where_none_are_given(engine: FakeEngine, tmp_path: Path):

@@ -292,7 +292,7 @@ class CopyWeights(FleetStrategy):
                 self._reading, made = reading, made + 1
                 is_last = update.ranks.broadcast(not self._unlinked(late), "plan")
                 transport = None if is_last else self._sessions.begin()
-            digests = update.ranks.gather(self._sessions.prepare_push(), "plan")
+            digests = update.ranks.gather(self._sessions.prepare_push() if made or not late else [], "plan")
         first = len(self._sessions.negotiated) - made if late else 0
         sessions = self._sessions.negotiated[first:]
         of_session = {session: [each[at] for each in digests] for at, session in enumerate(sessions, first)}
