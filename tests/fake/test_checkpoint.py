@@ -383,6 +383,16 @@ def test_an_output_layer_that_the_config_unties_is_not_left_out(engine: FakeEngi
         assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
 
 
+def test_the_embedding_is_saved_if_the_output_layer_comes_first(tmp_path: Path):
+    """Engines that tie the two load the embedding, and pass over the output layer."""
+    tensors = checkpoint(2)
+    model = trainer_model({"lm_head.weight": tensors["embed.weight"], **tensors})
+    model.lm_head.weight = model.embed.weight  # type: ignore[union-attr]
+    config = Saver("config.json", {"architectures": ["X"], "tie_word_embeddings": True})
+    weightsync.save(model, tmp_path / "saved", config=config)
+    assert read(tmp_path / "saved").keys() >= tensors.keys()
+
+
 @pytest.mark.parametrize(
     ("left_out", "saved", "is_refused"),
     [

@@ -56,8 +56,8 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
 def apart_when_loaded(manifest: Manifest, model: Model) -> Ties:
     """Return the manifest's ties without those of a loaded model.
 
-    Output layers may be tied by the config, and other tensors by the class of a transformers model. A class has one
-    name for each tied tensor to load, and the files must have this name.
+    Output layers may be tied by the config, and other tensors by the class of a transformers model. A class loads a
+    tied tensor under one of its names, engines load the embedding, and the files must have that name.
     """
     from weightsync.sources.module_tree import unwrapped
 
@@ -65,7 +65,7 @@ def apart_when_loaded(manifest: Manifest, model: Model) -> Ties:
     ask = getattr(unwrapped(model), "get_expanded_tied_weights_keys", None) if isinstance(model, nn.Module) else None
     ties = {} if ask is None else ask(all_submodels=True)
     apart = [(other, name) for other, name in manifest.tied if ties.get(other) not in (name, ties.get(name, name))]
-    return tuple(pair for pair in apart if not _is_head(pair))
+    return tuple(pair for pair in apart if not (_HEAD.fullmatch(pair[0]) and _is_head(pair)))
 
 
 def _is_head(pair: tuple[str, str]) -> bool:
