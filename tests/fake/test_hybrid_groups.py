@@ -847,6 +847,8 @@ def test_a_relative_folder_is_the_controllers(actor: WorkerGroup, tmp_path: Path
     assert newest_job("job") == saved == SavedJob(tmp_path / "job" / "00000001", {})
     assert sorted(each.name for each in (saved.path / "Adam").iterdir()) == ["rank-0.pt", "rank-1.pt"]
     saved.load(adam)
+    (tmp_path / "link").symlink_to("job")
+    assert save_job("link", {}).path == tmp_path / "link" / "00000002"
 
 
 def push_until_it_fails(sync: GroupSync) -> NoReturn:
