@@ -109,7 +109,8 @@ def each_once(names: Sequence[str], saved: Sequence[SavedParts], selection: Tens
     saved: the parts of these tensors.
     """
     made: dict[TensorMeta, set[tuple[str, SavedRegion]]] = defaultdict(set)
-    for name, parts in zip(names, saved, strict=True):
+    # Without a name twice nothing is tied. Hashing the parts of many experts takes long.
+    for name, parts in zip(names, saved, strict=True) if len({*names}) < len(names) else ():
         for meta, region in zip(parts.metas, parts.regions, strict=True):
             made[meta].add((name, region))
     first: dict[Hashable, str] = {}
