@@ -58,7 +58,7 @@ def save(
 
     Args:
         model: The model, as for `WeightSync.push`.
-        folder: A new or empty folder, the same on every rank.
+        folder: A new or empty folder, not a link, the same on every rank.
         backend: As for `WeightSync`.
         selection: The saved tensors, their names and dtypes. None: every tensor in the trainer's own dtype.
         max_shard_bytes: The most bytes of a file, as for `CheckpointTransport`.
