@@ -26,6 +26,8 @@ from megatron_models import Mesh
 from ranks import FORKSERVER, run_ranks
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import weightsync
 from weightsync import (
@@ -761,11 +763,47 @@ def test_layers_tied_by_hand_are_loaded_as_they_were(
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "new").state_dict(), model.state_dict())
 
 
-def test_ties_of_the_class_are_saved_once(tmp_path: Path):
+def bert() -> Any:
+    """A model whose class ties a weight and a bias of the output layer."""
     from transformers import BertConfig, BertForMaskedLM
 
     sizes = {"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    model = BertForMaskedLM(BertConfig(num_hidden_layers=1, **sizes))
+    return BertForMaskedLM(BertConfig(num_hidden_layers=1, **sizes))
+
+
+def with_checkpointing(model: Any) -> Any:
+    model.cls = checkpoint_wrapper(model.cls)
+    return model
+
+
+def with_adapters(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["word_embeddings"]))
+
+
+@pytest.mark.parametrize("wrap", [with_checkpointing, with_adapters])
+def test_ties_of_the_class_are_found_in_wrapped_modules(wrap: Any, tmp_path: Path):
+    weightsync.save(wrap(bert()), tmp_path / "new")
+    left_out = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    assert read(tmp_path / "new").keys() == bert().state_dict().keys() - left_out
+
+
+def save_flat(rank: int, folder: str) -> None:
+    """FSDP1 takes the parameters away from their modules, and the class finds none to tie."""
+    torch.manual_seed(1)
+    model = FullyShardedDataParallel(bert(), device_id=torch.device("cpu"), use_orig_params=False)
+    weightsync.save(model, folder)
+
+
+def test_ties_of_a_class_without_its_parameters_are_saved_under_each_name(tmp_path: Path):
+    run_ranks(save_flat, 2, str(tmp_path / "new"))
+    torch.manual_seed(1)
+    assert_equal(read(tmp_path / "new"), bert().state_dict())
+
+
+def test_ties_of_the_class_are_saved_once(tmp_path: Path):
+    from transformers import BertForMaskedLM
+
+    model = bert()
     weightsync.save(model, tmp_path / "new")
     left_out = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert read(tmp_path / "new").keys() == model.state_dict().keys() - left_out

@@ -58,8 +58,7 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
     Trainer rank 0 calls this before any rank writes. `beside` has further files by name. Raises `PlacementError`, also
     if there is no room.
     """
-    nbytes = sum(shard.nbytes for shard in shards.files)
-    with placement_errors(f"cannot write a checkpoint of {nbytes} bytes to {folder}"):
+    with placement_errors(f"cannot write a checkpoint of {sum(one.nbytes for one in shards.files)} bytes to {folder}"):
         make_folder(folder.parent)
         folder.mkdir()
         for shard in shards.files:

@@ -17,7 +17,7 @@ from torch import nn
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Manifest, itemsize
-from weightsync.sources.base import Model
+from weightsync.sources.base import Model, one_module
 
 _CONFIG = "config.json"
 _TIE = "tie_word_embeddings"
@@ -35,9 +35,8 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
     names no class, or if it does not tie the trainer's tied output layer.
     """
     with TemporaryDirectory() as folder:
-        for thing in things:
-            if thing is not None:
-                thing.save_pretrained(folder)
+        for thing in (each for each in things if each is not None):
+            thing.save_pretrained(folder)
         found = {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
     if _CONFIG in found:
         config = json.loads(found[_CONFIG])
@@ -59,11 +58,13 @@ def apart_when_loaded(manifest: Manifest, model: Model) -> Ties:
     Output layers may be tied by the config, and other tensors by the class of a transformers model. A class loads a
     tied tensor under one of its names, engines load the embedding, and the files must have that name.
     """
-    from weightsync.sources.module_tree import unwrapped
+    from weightsync.sources.module_tree import as_built
 
-    # By the config as it is now. `all_tied_weights_keys` goes by the config at the model's construction.
-    ask = getattr(unwrapped(model), "get_expanded_tied_weights_keys", None) if isinstance(model, nn.Module) else None
-    ties = {} if ask is None else ask(all_submodels=True)
+    ties: dict[str, str] = {}
+    with suppress(Exception):  # no such class, or FSDP1 hides its parameters: then the files have each name
+        built: Any = as_built(one_module(model))
+        # By the config as it is now. `all_tied_weights_keys` goes by the config at the model's construction.
+        ties = built.get_expanded_tied_weights_keys(all_submodels=True)
     apart = [(other, name) for other, name in manifest.tied if ties.get(other) not in (name, ties.get(name, name))]
     return tuple(pair for pair in apart if not (_HEAD.fullmatch(pair[0]) and _is_head(pair)))
 
