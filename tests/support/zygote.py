@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing.util import spawnv_passfds
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -73,7 +74,8 @@ IN_RAY = "vllm.v1.executor.ray_utils"
 FIRST_FREE_FD = 512
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_prctl = ctypes.CDLL(None).prctl
+_MADV_COLLAPSE = 25
+_prctl, _madvise = ctypes.CDLL(None).prctl, ctypes.CDLL(None).madvise
 _fork_exec = _posixsubprocess.fork_exec
 freeze = gc.freeze  # `main` replaces it
 
@@ -182,10 +184,20 @@ def main(requests: int, path: list[str], imported: Sequence[str]) -> None:
     gc.freeze = gc.unfreeze = lambda: None  # vLLM thaws as an engine ends, and would look through all that is imported
     gc.set_threshold(50_000)  # or collecting takes a tenth of an engine's start
     gc.enable()
+    _use_huge_pages()
     connection = socket.socket(fileno=requests)
     connection.send(b"ready")
     with forking():
         _serve(connection, path)
+
+
+def _use_huge_pages() -> None:
+    """Have this process's memory in pages of 2 MiB, as far as Linux can. A fork copies the table of its pages."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        if access == "rw-p" and inode == "0":
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            _madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
 def _import(names: Sequence[str]) -> None:
