@@ -56,6 +56,13 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def of_earlier_files() -> None:
+    """Do not look for garbage in what earlier test files have imported and made. A push looks, where others were."""
+    gc.collect()
+    zygote.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Fork what a test with an engine starts, its fixtures' processes included, and what one starts that is marked."""
