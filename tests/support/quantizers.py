@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from ranks import not_compiled
 
 _FOLDER = Path(sys.prefix, "quantizers")
 
@@ -18,5 +20,8 @@ def need_quantizers() -> None:
 
 
 def find_quantizers() -> None:
-    """Let the rest of this process import both."""
+    """Import both, which the rest of this process finds then."""
     sys.path.append(str(_FOLDER))
+    with not_compiled():
+        for name in ("bitsandbytes", "torchao"):
+            importlib.import_module(name)

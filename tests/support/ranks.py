@@ -38,8 +38,8 @@ FORKSERVER.set_forkserver_preload(
 
 @contextmanager
 def not_compiled() -> Iterator[None]:
-    """Meanwhile `torch.compile` does nothing. DeepSpeed and Megatron call it as they are imported, and the first call
-    imports inductor, which takes each process longer than they do."""
+    """Meanwhile `torch.compile` does nothing. DeepSpeed, Megatron and bitsandbytes call it as they are imported, and
+    the first call imports inductor, which takes each process longer than they do."""
     with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
         yield
 
