@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -307,6 +308,22 @@ def test_a_version_has_no_file_of_an_earlier_tokenizer(engine: FakeEngine, tmp_p
     assert_equal(read(folder), checkpoint(3))
     beside = {name for name in names_in(folder) if not name.endswith(".safetensors")}
     assert beside == {"config.json", "tokenizer.json", INDEX}
+
+
+def test_a_folder_that_was_removed_is_found_before_a_weight_is_written(
+    host: ModuleHost, engine: FakeEngine, tmp_path: Path
+):
+    pusher = Pusher(engine, tmp_path)
+    with pusher.sync:
+        pusher.push(2)
+        (incoming,) = tmp_path.glob(".incoming-*")
+        shutil.rmtree(incoming)
+        with pytest.raises(PlacementError, match="cannot write a checkpoint") as raised:
+            pusher.push(3)
+        assert "POISONED" not in str(raised.value)
+        assert_serves(host, 2)
+        pusher.push(4)
+    assert_equal(read(tmp_path / "version-00000002"), checkpoint(4))
 
 
 def test_a_catch_up_without_engines_leaves_no_files(engine: FakeEngine, tmp_path: Path):
@@ -686,12 +703,14 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="exists and is not empty"):
         weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file")
-    with pytest.raises(PlacementError, match=r"cannot write a checkpoint of .* File exists"):
+    with pytest.raises(PlacementError, match=r"cannot make .* File exists"):
         weightsync.save(trainer_model(checkpoint(2)), tmp_path / "file" / "below")
     with pytest.raises(ManifestError, match=r"embed.weight: the trainer has float32, the selection says int8"):
         weightsync.save(
             trainer_model(checkpoint(2)), tmp_path / "wrong", selection=TensorSelection(dtypes={"embed*": "int8"})
         )
+    with pytest.raises(ConfigError, match="names no class"):
+        weightsync.save(trainer_model(checkpoint(2)), tmp_path / "new" / "below", config=Saver("config.json", {}))
     assert names_in(tmp_path) == ["empty", "file", "link", "saved"]
 
 

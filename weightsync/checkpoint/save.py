@@ -12,8 +12,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
-from weightsync.checkpoint.shard_files import check_seen, check_whole, create, placement_errors, publish, write
 from weightsync.checkpoint.sidecars import Ties, apart_when_loaded, files_beside, with_configs
 from weightsync.config import BackendName
 from weightsync.errors import ConfigError, ManifestError
@@ -115,16 +115,19 @@ def save_tensors(
             by_name = grouped(mine, lambda pair: pair[0].name)
         with update.timeline.during("save"):
             if ranks.rank == 0:
-                create(incoming, files, files_beside(with_configs(model, *beside), manifest))
+                found = files_beside(with_configs(model, *beside), manifest)
+                with shard_files.placement_errors(f"cannot make {target.parent}"):
+                    shard_files.make_folder(target.parent)
+                shard_files.create(incoming, files, found)
             incoming = Path(ranks.broadcast(str(incoming), "save"))
-            check_seen(incoming, f"trainer rank {ranks.rank}")
+            shard_files.check_seen(incoming, f"trainer rank {ranks.rank}")
             for names in (*buckets, ()):
                 source.gather(names, update.meet)
                 own = (part for name in names for part in by_name.get(name, ()))
-                write(incoming, files, ((location, shard.values()) for location, shard in own))
+                shard_files.write(incoming, files, ((location, shard.values()) for location, shard in own))
             update.meet()
             if ranks.rank == 0:
-                publish(incoming, target)
+                shard_files.publish(incoming, target)
             ranks.broadcast(None, "save")
     finally:
         if ranks.rank == 0:
@@ -147,7 +150,7 @@ def share_out(
     if ranks.rank == 0:
         merged = merge_manifests([own.manifest for own in everyone])
         locations = [location for own in everyone for location in own.locations]
-        check_whole(merged, locations)
+        shard_files.check_whole(merged, locations)
         answer = _Held(merged, choose_owners(locations))
     all_held: _Held = ranks.broadcast(answer, "plan", _Held)
     return all_held.manifest, [(owner, held[owner]) for owner in all_held.locations if owner.rank == ranks.rank]
@@ -167,7 +170,6 @@ def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest
 
 
 def _refuse_full(target: Path) -> None:
-    with placement_errors(f"cannot look at {target}"):
-        is_full = target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir())))
-    if is_full:
-        raise ConfigError(f"{target} is a link, or exists and is not empty; save to a new folder")
+    with shard_files.placement_errors(f"cannot look at {target}"):
+        if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+            raise ConfigError(f"{target} is a link, or exists and is not empty; save to a new folder")

@@ -59,7 +59,6 @@ def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:
     if there is no room.
     """
     with placement_errors(f"cannot write a checkpoint of {sum(one.nbytes for one in shards.files)} bytes to {folder}"):
-        make_folder(folder.parent)
         folder.mkdir()
         for shard in shards.files:
             with opened_plain(folder / shard.name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
