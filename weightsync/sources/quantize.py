@@ -83,7 +83,8 @@ class QuantizingSource(SteadySource):
             )
         tied = [pair for pair in given.tied if self._selection.quantizes(pair[0]) or not self._takes(given[pair[1]])]
         scales = [(f"{other}_scale", f"{name}_scale") for other, name in tied if self._takes(given[name])]
-        return Manifest(tuple(found), (*tied, *(p for p in scales if not any(map(self._selection.excludes, p)))))
+        tied += [pair for pair in scales if not any(map(self._selection.excludes, pair))]
+        return Manifest(tuple(found), tuple(tied))
 
     def _shards(self, given: Sequence[TensorShard]) -> list[TensorShard]:
         self._held = {}
@@ -132,10 +133,8 @@ class QuantizingSource(SteadySource):
 
     def _metas(self, meta: TensorMeta) -> tuple[TensorMeta, TensorMeta]:
         """Return the two tensors that travel in place of a weight."""
-        return (
-            TensorMeta(meta.name, meta.shape, _name(self._form)),
-            TensorMeta(f"{meta.name}_scale", (meta.shape[0], 1), "float32"),
-        )
+        scale = TensorMeta(f"{meta.name}_scale", (meta.shape[0], 1), "float32")
+        return TensorMeta(meta.name, meta.shape, _name(self._form)), scale
 
     def _cut_rows(self, name: str) -> int:
         """Return the rows of a weight if this rank holds some of them in part, else 0."""
@@ -164,11 +163,8 @@ class QuantizingSource(SteadySource):
 def pairs(manifest: Manifest) -> list[tuple[str, str]]:
     """Return the names of each quantised weight and of its scales."""
     kinds = {_name(form) for form in FORMS.values()}
-    return [
-        (meta.name, f"{meta.name}_scale")
-        for meta in manifest
-        if meta.dtype in kinds and f"{meta.name}_scale" in manifest
-    ]
+    weights = [meta.name for meta in manifest if meta.dtype in kinds]
+    return [(name, f"{name}_scale") for name in weights if f"{name}_scale" in manifest]
 
 
 def _name(form: Form) -> str:
