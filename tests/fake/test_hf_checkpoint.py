@@ -36,9 +36,10 @@ from transformers.core_model_loading import (
 from weightsync import save
 from weightsync.checkpoint.sidecars import with_configs
 from weightsync.errors import UnsupportedError
-from weightsync.planning.layout import Box
+from weightsync.planning.layout import Box, TensorMeta
 from weightsync.selection import TensorSelection
 from weightsync.sources.fsdp import FsdpSource
+from weightsync.sources.hf_checkpoint import SavedParts, SavedRegion, each_once
 from weightsync.sources.rename import renamed
 
 
@@ -172,6 +173,24 @@ def test_a_tied_tensor_with_a_dtype_of_its_own_is_sent(rename: Any):
         found = sent(model, dtypes={f"{prefix}layers.{layer}.*": "float32"}, rename=rename)
         assert [name for name in names if name in found] == own
     assert names[1] not in sent(model, dtypes={"*": "float32"}, rename=rename)
+
+
+class Expert(SavedRegion):
+    """A region of an expert, one of tens of thousands."""
+
+    def __hash__(self) -> int:
+        raise AssertionError("compared, and nothing is tied to it")
+
+
+def test_parts_that_nothing_is_tied_to_are_neither_compared_nor_copied():
+    whole = Box.full((2, 3))
+    metas = [TensorMeta(name, (2, 3), "float32") for name in ("embed", "expert", "head")]
+    kinds = (SavedRegion, Expert, SavedRegion)
+    saved = [SavedParts((meta,), (kind(whole, (0, 1), whole),)) for meta, kind in zip(metas, kinds, strict=True)]
+    parts, tied = each_once(["embed", "expert", "embed"], saved, TensorSelection())
+    assert tied == {"head": "embed"}
+    assert parts[1] is saved[1]
+    assert parts[2].metas == ()
 
 
 def test_adapters_of_layers_that_share_a_part_of_a_joined_tensor_are_merged(tmp_path: Path):

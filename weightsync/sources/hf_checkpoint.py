@@ -9,7 +9,7 @@ the result gives each tensor's place.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
@@ -71,8 +71,9 @@ class SavedParts:
     def without(self, drops: Callable[[str], bool]) -> SavedParts:
         """Return the parts without each part in a tensor of the checkpoint that `drops` by its name."""
         keeps = [not drops(meta.name) for meta in self.metas]
-        kept = SavedParts(tuple(compress(self.metas, keeps)), tuple(compress(self.regions, keeps)))
-        return self if all(keeps) else kept  # layers share the views of `self`
+        if all(keeps):
+            return self  # layers share its views
+        return SavedParts(tuple(compress(self.metas, keeps)), tuple(compress(self.regions, keeps)))
 
     def of_layer(self, number: int, other: int) -> SavedParts:
         """Return the parts of the same tensor in layer `other`. These are the parts in layer `number`."""
@@ -108,16 +109,18 @@ def each_once(names: Sequence[str], saved: Sequence[SavedParts], selection: Tens
     names: a name for each of the model's tensors, the same for tied ones.
     saved: the parts of these tensors.
     """
+    times = Counter(names)
+    shared = {meta.name for name, parts in zip(names, saved, strict=True) if times[name] > 1 for meta in parts.metas}
     made: dict[TensorMeta, set[tuple[str, SavedRegion]]] = defaultdict(set)
-    # Without a name twice nothing is tied. Hashing the parts of many experts takes long.
-    for name, parts in zip(names, saved, strict=True) if len({*names}) < len(names) else ():
+    for name, parts in zip(names, saved, strict=True):
         for meta, region in zip(parts.metas, parts.regions, strict=True):
-            made[meta].add((name, region))
+            if meta.name in shared:  # hashing the parts of all experts takes long
+                made[meta].add((name, region))
     first: dict[Hashable, str] = {}
     pairs = {meta.name: first.setdefault((frozenset(own), meta.shape), meta.name) for meta, own in made.items()}
     dtypes = {name: selection.wire_dtype(selection.renamed(name)) for name in pairs}
     tied = {other: name for other, name in pairs.items() if other != name and dtypes[other] in (None, dtypes[name])}
-    return [parts.without(tied.__contains__) for parts in saved], tied
+    return [parts.without(tied.__contains__) for parts in saved] if tied else [*saved], tied
 
 
 def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:
@@ -126,7 +129,8 @@ def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: Tenso
     `tensors` have the names that `walk` gives them. A model that is not from transformers is saved unchanged. Raises
     one `UnsupportedError` for all tensors with values that a save computes.
     """
-    return [parts.without(selection.excludes) for parts in _saved(unwrapped(model), tensors)]
+    found = _saved(unwrapped(model), tensors)
+    return [parts.without(selection.excludes) for parts in found] if selection.exclude else found
 
 
 def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> list[SavedParts]:
@@ -316,8 +320,6 @@ def _view(part: int, saved: SavedRegion, box: Box, stride: tuple[int, ...]) -> S
         return None
     offset = sum((inner - outer) * step for inner, outer, step in zip(common.start, box.start, stride, strict=True))
     within = (0 if dim is None else common.start[dim] - saved.box.start[dim] for dim in saved.dims)
-    region = Box(
-        tuple(outer + inner for outer, inner in zip(saved.into.start, within, strict=True)),
-        tuple(1 if dim is None else common.size[dim] for dim in saved.dims),
-    )
-    return SavedView(part, region, tuple(1 if dim is None else stride[dim] for dim in saved.dims), offset)
+    start = tuple(outer + inner for outer, inner in zip(saved.into.start, within, strict=True))
+    size, strides = (tuple(1 if dim is None else each[dim] for dim in saved.dims) for each in (common.size, stride))
+    return SavedView(part, Box(start, size), strides, offset)
