@@ -407,16 +407,17 @@ def test_the_embedding_is_saved_if_the_output_layer_comes_first(tmp_path: Path):
     tensors = checkpoint(2)
     model = trainer_model({"lm_head.weight": tensors["embed.weight"], **tensors})
     model.lm_head.weight = model.embed.weight  # type: ignore[union-attr]
-    config = Saver("config.json", {"architectures": ["X"], "tie_word_embeddings": True})
-    weightsync.save(model, tmp_path / "saved", config=config)
-    assert read(tmp_path / "saved").keys() >= tensors.keys()
+    for ties in (True, False):
+        config = Saver("config.json", {"architectures": ["X"], "tie_word_embeddings": ties})
+        weightsync.save(model, tmp_path / str(ties), config=config)
+        assert read(tmp_path / str(ties)).keys() == {"lm_head.weight", *tensors}
 
 
 @pytest.mark.parametrize(
     ("left_out", "saved", "is_refused"),
     [
         ("embed_out.weight", "gpt_neox.embed_in.weight", True),
-        ("model.embed_tokens.weight", "lm_head.weight", True),
+        ("model.embed_tokens.weight", "lm_head.weight", False),
         ("transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight", True),
         ("output.weight", "model.tok_embeddings.weight", True),
         ("mtp.lm_head.weight", "lm_head.weight", False),
@@ -804,6 +805,17 @@ def test_ties_of_the_class_are_found_in_wrapped_modules(wrap: Any, tmp_path: Pat
     weightsync.save(wrap(bert()), tmp_path / "new")
     left_out = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert read(tmp_path / "new").keys() == bert().state_dict().keys() - left_out
+
+
+def test_a_class_is_not_asked_for_ties_that_a_model_does_not_have(tmp_path: Path):
+    """Answering walks all modules, and a mixture of experts has tens of thousands."""
+    model = trainer_model(checkpoint(2))
+    model.get_expanded_tied_weights_keys = mock.Mock(return_value={})
+    weightsync.save(model, tmp_path / "new")
+    model.get_expanded_tied_weights_keys.assert_not_called()
+    model.layers.get_submodule("1.norm").weight = model.layers.get_submodule("0.norm").weight
+    weightsync.save(model, tmp_path / "tied")
+    model.get_expanded_tied_weights_keys.assert_called_once()
 
 
 def save_flat(rank: int, folder: str) -> None:

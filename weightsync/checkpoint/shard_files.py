@@ -47,9 +47,8 @@ def check_seen(incoming: Path, who: str, advice: str = _SEE_THE_FOLDER) -> None:
     try:
         os.listdir(incoming)
     except OSError as error:
-        raise PlacementError(
-            f"{who} cannot open {incoming}, a new folder of trainer rank 0 ({error}): {advice}"
-        ) from error
+        found = f"{who} cannot open {incoming}, a new folder of trainer rank 0 ({error})"
+        raise PlacementError(f"{found}: {advice}") from error
 
 
 def create(folder: Path, shards: Shards, beside: Mapping[str, bytes]) -> None:

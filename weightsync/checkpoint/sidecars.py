@@ -62,16 +62,17 @@ def apart_when_loaded(manifest: Manifest, model: Model) -> Ties:
 
     ties: dict[str, str] = {}
     with suppress(Exception):  # no such class, or FSDP1 hides its parameters: then the files have each name
-        built: Any = as_built(one_module(model))
-        # By the config as it is now. `all_tied_weights_keys` goes by the config at the model's construction.
-        ties = built.get_expanded_tied_weights_keys(all_submodels=True)
+        if manifest.tied:  # or a model of many modules would be walked for nothing
+            built: Any = as_built(one_module(model))
+            # By the config as it is now. `all_tied_weights_keys` goes by the config at the model's construction.
+            ties = built.get_expanded_tied_weights_keys(all_submodels=True)
     apart = [(other, name) for other, name in manifest.tied if ties.get(other) not in (name, ties.get(name, name))]
-    return tuple(pair for pair in apart if not (_HEAD.fullmatch(pair[0]) and _is_head(pair)))
+    return tuple(pair for pair in apart if not _is_head(pair))
 
 
 def _is_head(pair: tuple[str, str]) -> bool:
-    """Return whether one of the names alone is an output layer. Two heads may be tied, such as a drafter's."""
-    return any(_HEAD.fullmatch(one) and not _LIKE_HEAD.fullmatch(other) for one, other in (pair, pair[::-1]))
+    """Return whether the other name alone is an output layer. Two heads may be tied, such as a drafter's."""
+    return _HEAD.fullmatch(pair[0]) is not None and not _LIKE_HEAD.fullmatch(pair[1])
 
 
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
