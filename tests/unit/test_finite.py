@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -66,6 +67,26 @@ def test_a_tensor_is_copied_into_a_wider_dtype_in_parts(
         assert bool(finite.sum_of(tensor).isfinite()) == finite._is_finite(tensor) == (value == 0.5)
     assert 0 < made.largest <= 64
     assert find_non_finite([tensor, tensor.t()]) == ([] if value == 0.5 else [0, 1])
+
+
+@pytest.mark.parametrize("search", [finite.sum_of, finite._is_finite])
+def test_one_widened_part_is_in_memory_at_a_time(search: Any, monkeypatch: pytest.MonkeyPatch):
+    alive: set[int] = set()
+    most = 0
+    widen = torch.Tensor.float
+
+    def widened(part: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        made = widen(part)
+        alive.add(id(made))
+        most = max(most, len(alive))
+        weakref.finalize(made, alive.discard, id(made))
+        return made
+
+    monkeypatch.setattr(finite, "_PART_ELEMENTS", 64)
+    monkeypatch.setattr(torch.Tensor, "float", widened)
+    search(torch.zeros(256).to(torch.float8_e5m2))
+    assert most == 1
 
 
 def test_a_sum_that_overflows_is_no_bad_value():

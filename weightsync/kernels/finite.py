@@ -57,16 +57,16 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.sum()
     # torch cannot sum float8. On a CPU `sum(dtype=...)` copies the tensor, and a sum in float16 would soon overflow.
     if tensor.dtype.itemsize == 1 or (tensor.dtype is torch.float16 and not tensor.is_cuda):
-        return torch.stack([part.sum() for part in _widened(tensor)]).sum()
+        return torch.stack([*map(torch.sum, _widened(tensor))]).sum()
     return tensor.sum(dtype=torch.float32) if tensor.is_cuda else tensor.sum().float()
 
 
 @torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
-    parts = _widened(tensor) if tensor.dtype.itemsize == 1 else [tensor]
-    return all(bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts)
+    bounds = map(torch.aminmax, _widened(tensor) if tensor.dtype.itemsize == 1 else [tensor])
+    return all(bool(torch.stack(each).isfinite().all()) for each in bounds)
 
 
 def _widened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor in float32, in parts."""
+    """Yield a tensor in float32, in parts. A loop's variable would keep the last part while the next one is made."""
     return (part.float() for part in tensor.reshape(-1).split(_PART_ELEMENTS))
