@@ -6,7 +6,6 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import itemsize
@@ -103,19 +102,19 @@ class TensorSelection:
 
     def excludes(self, name: str) -> bool:
         """Return whether `name` never travels."""
-        return any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def freezes(self, name: str, trains: bool) -> bool:
         """Return whether only the first push sends `name`. `trains` says whether the tensor is trained."""
-        return (self.only_trained and not trains) or any(fnmatchcase(name, pattern) for pattern in self.frozen)
+        return (self.only_trained and not trains) or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.frozen)
 
     def wire_dtype(self, name: str) -> str | None:
         """Return the declared dtype of `name` on the wire, or None."""
-        return next((dtype for pattern, dtype in self.dtypes.items() if fnmatchcase(name, pattern)), None)
+        return next((dtype for pattern, dtype in self.dtypes.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
     def quantizes(self, name: str) -> bool:
         """Return whether a push with `quantize` quantises `name`, if it has two dimensions."""
-        return name.endswith(".weight") and not any(fnmatchcase(name, pattern) for pattern in self.unquantized)
+        return name.endswith(".weight") and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unquantized)
 
 
 def _patterns(name: str, given: object) -> tuple[str, ...]:

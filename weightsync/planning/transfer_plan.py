@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from weightsync.errors import ConfigError
 from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Box, Manifest, ShardLocation, choose_owners, itemsize, part_of
-from weightsync.planning.load_plan import NameReader, PackedRegions, pack_regions
+from weightsync.planning.load_plan import LoadPlan, NameReader, PackedRegions, pack_regions
 from weightsync.planning.wire_types import ReadRegions
 
 T = TypeVar("T")
@@ -301,7 +301,7 @@ def make_chunks(
     owned = (shard for tensor in tensors.values() for shard in tensor.pieces)
     shards: Shards = grouped(owned, lambda shard: (shard.name, shard.rank))
     hops = longest_way(chains) if hops is None else hops
-    whole = _peak(_total(part.held for part in tensors.values()))
+    whole = 0 if max_bytes is None else _peak(_total(part.held for part in tensors.values()))
     if max_bytes is not None and whole > _MOST_CHUNKS * max_bytes:
         raise ConfigError(f'max_bytes={max_bytes} for {whole} bytes: over {_MOST_CHUNKS} chunks. Give more: "256MiB"')
     if max_bytes is not None and hops:
@@ -316,6 +316,11 @@ def make_chunks(
         atoms = [atom for bucket in alike for atom in _atoms(bucket, tensors, load, max_bytes, together)]
         chunks += [Chunk(_joined(pieces, shards), frozen=is_frozen) for pieces in _fill(atoms, max_bytes)]
     return tuple(chunks)
+
+
+def count_load_paths(plans: Sequence[LoadPlan] | Sequence[TransferPlan]) -> dict[str, int]:
+    """Return the number of the engines' modules on each load path, of all plans together."""
+    return {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
 
 
 def longest_way(chains: Sequence[Chain]) -> int:

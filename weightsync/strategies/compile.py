@@ -13,7 +13,7 @@ from weightsync.planning.bucketing import Bucketer
 from weightsync.planning.layout import Manifest
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.merge import merge_manifests
-from weightsync.planning.transfer_plan import TransferPlan, longest_way, make_chunks
+from weightsync.planning.transfer_plan import TransferPlan, count_load_paths, longest_way, make_chunks
 from weightsync.sources.megatron import MegatronSource
 from weightsync.sources.quantize import pairs
 from weightsync.strategies import plan_checks
@@ -75,8 +75,8 @@ def compile_plan(
     if max_bytes is not None:
         max_bytes = min(max_bytes, transport.max_chunk_bytes)
     chunks = make_chunks(travelling, chains, names, last, in_place, locations, max_bytes, dict(together), least, hops)
-    load_paths = {path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths}
-    return TransferPlan(travelling, chains, chunks, len(reads), load_paths, plan_checks.duplicates(distinct), hops)
+    doubles = plan_checks.duplicates(distinct)
+    return TransferPlan(travelling, chains, chunks, len(reads), count_load_paths(plans), doubles, hops)
 
 
 def _quantized(manifest: Manifest, options: Options) -> list[tuple[str, str]]:

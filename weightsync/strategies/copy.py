@@ -23,7 +23,7 @@ from weightsync.net.runtime import collector_paused, submit
 from weightsync.net.update import Timeline, Update
 from weightsync.net.wire import Done
 from weightsync.planning.bucketing import open_bucketer
-from weightsync.planning.transfer_plan import PackedPlan, TransferPlan
+from weightsync.planning.transfer_plan import PackedPlan, TransferPlan, count_load_paths
 from weightsync.report import EngineReport, Progress, PushReport, WorkerReport
 from weightsync.sources.base import Model, Reading, SteadySource, await_writes
 from weightsync.sources.megatron import MegatronSource
@@ -219,7 +219,6 @@ class CopyWeights(FleetStrategy):
 
     def _report(self, timeline: Timeline, push: PlannedPush) -> PushReport:
         """Return the report of a push after its last commit, on rank 0."""
-        plans = [session.plan for session in push.sessions]
         report = timeline.report(
             push.workers,
             push.engines,
@@ -227,7 +226,7 @@ class CopyWeights(FleetStrategy):
             nbytes=push.nbytes,
             chunks=sum(len(session.due) for session in push.sessions),
             sent_bytes=push.sent_bytes,
-            load_paths={path: sum(plan.load_paths[path] for plan in plans) for path in plans[0].load_paths},
+            load_paths=count_load_paths([session.plan for session in push.sessions]),
             left_out=tuple(sorted(self._roster.lost)),
         )
         logger.info("pushed %s", report)
