@@ -154,7 +154,7 @@ def test_worker_that_fails_inside_of_post_processing_is_named_and_the_others_end
         assert time.monotonic() - started < 15.0
         assert ended.wait(15.0)
     (reason,) = reasons
-    assert reason.startswith("engine 0 worker tp=1 waits for workers after a failed push: MemoryError")
+    assert reason.startswith("engine 0 worker tp=1 waits for other workers after a failed push: MemoryError")
     engine.close()
 
 

@@ -382,8 +382,8 @@ class WorkerSession:
                     if failed is None and (connection.has_failure() or not connection.is_open()):
                         failed = self._deadline()
                     if failed is not None and failed.passed() and self.receiver.model.all_reduce_max is not None:
-                        cause = connection.reported() or "the trainer has gone"
-                        self.receiver.model.end_process(f"{self._name} waits for workers after a failed push: {cause}")
+                        why = f"after a failed push: {connection.reported() or 'the trainer has gone'}"
+                        self.receiver.model.end_process(f"{self._name} waits for other workers {why}")
                         return
 
         spawn("lease", attend)
