@@ -348,7 +348,7 @@ def fail_before_the_end_of_a_stream(rank: int, folder: str) -> None:
         dist.all_reduce(torch.zeros(1))
 
     # Rank 0 alone writes. Meanwhile the other one would run the stream to its end.
-    broken = mock.patch("weightsync.checkpoint.save.write", side_effect=lambda *_: time.sleep(0.3) or 1 / 0)
+    broken = mock.patch("weightsync.checkpoint.shard_files.write", side_effect=lambda *_: time.sleep(0.3) or 1 / 0)
     with broken if rank == 0 else nullcontext(), pytest.raises(WeightSyncError, match="division by zero"):
         save(stream, Path(folder, "saved"), "stream", timeout_s=30.0)
     assert_in_step()
