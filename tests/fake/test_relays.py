@@ -192,9 +192,14 @@ def test_each_link_carries_the_model_once_and_a_relay_that_dies_is_left_out(tmp_
         hosts.sh("C", f"kill -KILL {fleet.pids[0]}")
         for name in fleet.names:
             hosts.link(name)
-        for text, _, left_out in [rank.result(60) for rank in fleet.ranks]:
-            assert (text, left_out) == ("", (f"engine 0 ({fleet.urls[0]})",))
-        assert [engine.call(wrong, 3) for engine in fleet.engines[1:]] == [[], [], []]
+        outcomes = [rank.result(60) for rank in fleet.ranks]
+        # Over TCP, UCX may end a process whose reader dies: the engine that engine 0 reads from (docs/use/rdma.md).
+        dead = [number for number, engine in enumerate(fleet.engines) if not engine.process.is_alive()]
+        assert dead == [0] or (dead == [0, 3] and transport == "nixl")
+        for text, _, left_out in outcomes:
+            assert (text, left_out) == ("", tuple(f"engine {number} ({fleet.urls[number]})" for number in dead))
+        alive = [engine for number, engine in enumerate(fleet.engines) if number not in dead]
+        assert [engine.call(wrong, 3) for engine in alive] == [[]] * len(alive)
 
 
 def test_engines_of_other_sizes_are_one_chain_of_one_rank() -> None:

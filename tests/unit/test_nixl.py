@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightsync.errors import ConfigError, PlacementError, ProtocolError, WeightSyncError
-from weightsync.net import runtime
+from weightsync.net import runtime, timeouts
 from weightsync.net.runtime import Deadline
 from weightsync.tools.nixl_reads import read_speed, way_of_reads
 from weightsync.transports import nixl_agent
@@ -229,6 +229,31 @@ def test_closed_agent_cannot_be_read_by_whoever_kept_its_address(agents: tuple[A
     assert not room.any()
     with pytest.raises(WeightSyncError, match="closed"):
         owner.counts()
+
+
+def test_closing_agent_waits_for_its_reads(agents: tuple[Agent, Agent]):
+    owner, reader = agents
+    slot = torch.ones(2**26, dtype=torch.uint8)
+    room = torch.zeros_like(slot)
+    owner.register([slot])
+    reader.register([room])
+    address = owner.address()
+    reader.add(address)
+    finish(reader, reader.read(address, 0, 0, room[:256], 1), address)
+    reader.read(address, 0, 0, room, 2)
+    assert not room.all()
+    reader.close()
+    assert room.all()
+
+
+def test_closing_agent_does_not_wait_for_ever(agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch):
+    agent, _ = agents
+    released = list[int]()
+    stalled = SimpleNamespace(getXferStatus=lambda _: agent._nixl.NIXL_IN_PROG, releaseXferReq=released.append)
+    monkeypatch.setattr(timeouts, "FAREWELL_S", 0.05)
+    agent._agent, agent._reads = stalled, [7, 8]
+    agent.close()
+    assert released == [7, 8]
 
 
 def test_contact_does_not_open_memory(agents: tuple[Agent, Agent]):

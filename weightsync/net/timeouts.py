@@ -115,7 +115,7 @@ SERVER_PORT_S = 20.0
 # The end of a push, an engine or a process.
 
 FAREWELL_S = 3.0
-"""Longest time for an engine to end its calls after a failure."""
+"""Longest time for an engine to end its calls after a failure, and for a closing NIXL agent to end its reads."""
 ENGINE_FAREWELL_S = 3.0
 """Longest time for all workers to unmap a closing trainer's memory."""
 WORKER_FAREWELL_S = 1.0

@@ -153,6 +153,7 @@ class ThreadWork:
 
     def __init__(self, parts: int) -> None:
         self.done = threading.Event()
+        self.is_completed = self.done.is_set
         self._lock, self._left, self._error = threading.Lock(), parts, ""
         if not parts:
             self.done.set()
@@ -171,9 +172,6 @@ class ThreadWork:
             if self._error or not self._left:
                 self.done.set()
 
-    def is_completed(self) -> bool:
-        return self.done.is_set()
-
     def wait(self) -> None:
         """Raise `RuntimeError` if a part has failed."""
         if self._error:
@@ -188,10 +186,10 @@ class Operation:
 
     def follow(self, wait: Wait, deadline: Deadline, phase: str) -> None:
         """Order later work on the current stream after the operation, without waiting. On a CPU wait as `wait` does."""
-        if self._device.type != "cuda":
+        if self._device.type == "cuda":
+            self._order(phase)
+        else:
             self.wait(wait, deadline, phase)
-            return
-        self._order(phase)
 
     def wait(self, wait: Wait, deadline: Deadline, phase: str) -> None:
         """Wait until the operation is done, and order later work on the current stream after it.

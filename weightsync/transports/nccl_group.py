@@ -106,8 +106,7 @@ class NcclGroup(Communicator):
         # NCCL connects members, and loads its kernel, in their first operation. Each call then waits for the other
         # member.
         with torch.cuda.stream(self._stream):
-            if sends or receives:
-                self._start(0, sends, receives).wait()
+            self._start(0, sends, receives).wait()
             self._stream.synchronize()
 
     def largest(self, values: torch.Tensor, names: Sequence[str]) -> Operation:

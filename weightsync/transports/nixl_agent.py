@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ import torch
 from msgspec import Struct
 
 from weightsync.errors import ConfigError, PeerError, PlacementError, ProtocolError, WeightSyncError
+from weightsync.net import timeouts
 from weightsync.planning.layout import Count
 from weightsync.transports.shared_handles import Hex
 
@@ -208,8 +210,7 @@ class Agent:
     def is_read(self, read: int, peer: AgentAddress) -> bool:
         """Return whether a read has ended. Raises `PeerError` if it has failed."""
         with self._calls(f"{peer.member}'s memory cannot be read"):
-            state = self._agent.getXferStatus(read)
-            if state == self._nixl.NIXL_IN_PROG:
+            if (state := self._agent.getXferStatus(read)) == self._nixl.NIXL_IN_PROG:
                 return False
             self._reads.remove(read)
             self._agent.releaseXferReq(read)
@@ -218,17 +219,21 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """End reads under way, and close the slots to other agents. May be called again."""
+        """End reads under way, and close the slots to other agents. May be called again. Returns within seconds."""
         with self._lock:
             agent, self._agent = self._agent, None
+            # NIXL cannot cancel a read. Over TCP, UCX may end the process that is read if its reader leaves.
+            end = time.monotonic() + timeouts.FAREWELL_S
             for read in self._reads:
-                with suppress(Exception):  # NIXL cannot cancel it: the agent's end will
+                with suppress(Exception):
+                    while agent.getXferStatus(read) == self._nixl.NIXL_IN_PROG and time.monotonic() < end:
+                        time.sleep(timeouts.READ_POLL_S)
                     agent.releaseXferReq(read)
             self._reads.clear()
-            if self._registered is not None:
-                with suppress(Exception):
-                    agent.deregisterMem(self._registered, [])
-            self._registered, self.slots = None, []
+            with suppress(Exception):
+                agent.deregisterMem(self._registered, [])
+            agent = self._registered = None
+            self.slots = []  # after the agent, whose thread may be answering a read of them
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:

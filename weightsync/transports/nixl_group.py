@@ -180,7 +180,6 @@ def meet(
         known.abort()
     nixl_version()
     told = typed(invitation, NixlInvitation)
-    place = [*told.place]
-    group = NixlGroup(place, rendezvous, told.rank, told.size, device, backend=told.backend, names=names)
+    group = NixlGroup([*told.place], rendezvous, told.rank, told.size, device, backend=told.backend, names=names)
     group.meet(deadline)
     return group

@@ -44,7 +44,8 @@ class NotedConstants:
             place: (tensor, tensor.to("cpu", copy=True) if is_small(tensor) else tensor.new_zeros(()))
             for model, prefix in zip(models, prefixes, strict=False)
             for place, tensor in unregistered(model, prefix).items()
-            if tensor.untyped_storage().data_ptr() not in filled and (is_small(tensor) or _is_zero(tensor))
+            if tensor.untyped_storage().data_ptr() not in filled
+            and (is_small(tensor) or not tensor.contiguous().view(torch.uint8).any())  # 8-bit floats have no `any`
         }
 
     def restore(self, constructed: dict[Place, torch.Size]) -> None:
@@ -56,7 +57,3 @@ class NotedConstants:
 
 def is_small(tensor: torch.Tensor) -> bool:
     return tensor.nbytes <= _LARGEST_NBYTES
-
-
-def _is_zero(tensor: torch.Tensor) -> bool:
-    return not tensor.contiguous().view(torch.uint8).any()  # 8-bit floats have no `any`
