@@ -273,9 +273,7 @@ def _affine(shape: Sequence[int], offset: int, dims: Iterable[_Dim], *, steps: b
     dims = sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1])
     inside = offset >= 0 and offset + _span(dims) < prod(shape)
     overlaps = any(stride <= _span(dims[at + 1 :]) for at, (_, stride, _) in enumerate(dims))
-    if overlaps or not inside:
-        return None
-    return _box_pieces(tuple(shape), offset, dims, steps)
+    return None if overlaps or not inside else _box_pieces(tuple(shape), offset, dims, steps)
 
 
 def _box_pieces(shape: tuple[int, ...], offset: int, dims: list[_Dim], steps: bool) -> list[_Piece] | None:

@@ -138,8 +138,7 @@ class NcclTransport(members.MemberTransport):
         return base.Endpoint([], common.arrivals, fields)
 
     def connect(self, deadline: Deadline) -> None:
-        if (sender := self._sender) is None:
-            return
+        sender = still_open(self._sender)
         wait = members.wait_unless_aborted(sender.communicator.aborted, self._ranks)
         with sender.stream:
             sender.communicator.link(sender.first_sends(), [], wait, deadline)

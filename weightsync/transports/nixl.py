@@ -117,8 +117,7 @@ class NixlTransport(MemberTransport):
         return staging.endpoint(layout, storages, before=before, behind=behind, **fields)
 
     def connect(self, deadline: Deadline) -> None:
-        if (sender := self._sender) is None:
-            return
+        sender = staging.still_open(self._sender)
         wait = wait_unless_aborted(sender.group.aborted, self._ranks)
         sender.group.share(sender.slots, [], sender.behind, wait, deadline)
 

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from weightsync.errors import ConfigError, PeerError, PlacementError, ProtocolError, WeightSyncError
 from weightsync.net import timeouts
+from weightsync.net.runtime import submit
 from weightsync.planning.layout import Count
 from weightsync.transports.shared_handles import Hex
 
@@ -131,9 +132,8 @@ class Agent:
                 if kept:
                     gpu = gpu_of(kept[0])
                     rows = [(slot.data_ptr(), slot.nbytes, gpu or 0, "") for slot in kept]
-                    registered = self._nixl.nixlRegDList(self._kind(gpu), rows)
-                    self._agent.registerMem(registered, [])
-                    self._registered = registered
+                    self._registered = self._nixl.nixlRegDList(self._kind(gpu), rows)
+                    self._agent.registerMem(self._registered, [])
                 self.slots = [*slots]
         except PeerError as error:
             nbytes, device = sum(slot.nbytes for slot in kept), kept[0].device
@@ -219,21 +219,28 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """End reads under way, and close the slots to other agents. May be called again. Returns within seconds."""
+        """Close the slots to other agents, after the end of this agent's reads. Does not wait. May be called again."""
         with self._lock:
-            agent, self._agent = self._agent, None
-            # NIXL cannot cancel a read. Over TCP, UCX may end the process that is read if its reader leaves.
-            end = time.monotonic() + timeouts.FAREWELL_S
-            for read in self._reads:
+            agent, reads, registered, slots = self._agent, self._reads, self._registered, self.slots
+            self._agent, self._reads, self._registered, self.slots = None, [], None, []
+
+        def end() -> None:
+            nonlocal agent
+            until = time.monotonic() + timeouts.FAREWELL_S
+            for read in reads:
                 with suppress(Exception):
-                    while agent.getXferStatus(read) == self._nixl.NIXL_IN_PROG and time.monotonic() < end:
+                    while agent.getXferStatus(read) == self._nixl.NIXL_IN_PROG and time.monotonic() < until:
                         time.sleep(timeouts.READ_POLL_S)
                     agent.releaseXferReq(read)
-            self._reads.clear()
             with suppress(Exception):
-                agent.deregisterMem(self._registered, [])
-            agent = self._registered = None
-            self.slots = []  # after the agent, whose thread may be answering a read of them
+                agent.deregisterMem(registered, [])
+            agent = None
+            slots.clear()  # after the agent, whose thread may be answering a read of them
+
+        if reads:  # NIXL cannot cancel them. Over TCP, UCX may end the process that is read if its reader leaves.
+            submit("nixl", end)
+        else:
+            end()
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
