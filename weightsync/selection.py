@@ -10,15 +10,7 @@ from dataclasses import dataclass, field
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import itemsize
 
-UNQUANTIZED = (
-    "*embed*",
-    "*.wte.weight",
-    "*.wpe.weight",
-    "*lm_head.weight",
-    "*.gate.weight",
-    "*_gate.weight",
-    "*router*",
-)
+UNQUANTIZED = ("*embed*", "*.wte.weight", "*.wpe.weight", "*lm_head.weight", "*[._]gate.weight", "*router*")
 """Two-dimensional weights left unquantised by quantised checkpoints: embeddings, output layers and routers."""
 
 
@@ -73,15 +65,21 @@ class TensorSelection:
                 itemsize(dtype)
             except ConfigError as error:
                 raise ConfigError(f"dtypes[{pattern!r}]: {error.message}") from None
-        if not isinstance(self.rename, Mapping):
-            if self.rename is not None and not callable(self.rename):
-                raise ConfigError(f"rename={self.rename!r}; expected pattern to replacement, or a function of a name")
+        if callable(self.rename):
             return
-        for pattern, replacement in self.rename.items():
+        if not isinstance(self.rename, Mapping | None):
+            raise ConfigError(f"rename={self.rename!r}; expected pattern to replacement, or a function of a name")
+        for pattern, replacement in (self.rename or {}).items():
             try:
                 re.sub(pattern, replacement, "")
             except (re.error, TypeError, IndexError) as error:
                 raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
+
+    def refuse(self, where: str, *names: str) -> None:
+        """Raise `ConfigError` if any of the named options is given. They have no effect on `where`."""
+        unset = TensorSelection()
+        if given := [name for name in names if getattr(self, name) != getattr(unset, name)]:
+            raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {where}; leave it out")
 
     def unmatched_patterns(self, names: Sequence[str]) -> list[str]:
         """Return the patterns of `frozen` and `dtypes` without a match in the names. Most are typing errors."""
@@ -89,10 +87,8 @@ class TensorSelection:
 
     def renamed(self, name: str) -> str:
         """Return the name of `name` on the wire. Raises `ConfigError` if the `rename` function returns no string."""
-        if self.rename is None:
-            return name
-        if isinstance(self.rename, Mapping):
-            for pattern, replacement in self.rename.items():
+        if not callable(self.rename):
+            for pattern, replacement in (self.rename or {}).items():
                 name = re.sub(pattern, replacement, name)
             return name
         found = self.rename(name)

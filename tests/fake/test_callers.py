@@ -180,6 +180,13 @@ def test_a_function_must_give_names() -> None:
         TensorSelection(rename=lambda name: None).renamed("a")
 
 
+def test_a_selection_without_effect_on_a_save_is_refused(tmp_path: Path) -> None:
+    for given in ({"frozen": ("a",)}, {"only_trained": True}, {"keep": ("a",)}, {"unquantized": ("a",)}):
+        with pytest.raises(ConfigError, match=rf"TensorSelection\({next(iter(given))}\): no effect with save"):
+            save(nn.Linear(2, 2), tmp_path / "saved", selection=TensorSelection(**given))
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("transport", "given"),
     [

@@ -63,8 +63,8 @@ def test_a_source_of_ones_own_is_pushed_from(transport: str) -> None:
     [
         (object(), {}, "methods of `weightsync.sources.base.ShardSource`. A object lacks read, gather, close"),
         (SourceOfTwoMethods(), {}, "SourceOfTwoMethods lacks read$"),
-        (DictSource(), {"exclude": ("*",)}, "your own weight source selects the tensors"),
-        (DictSource(), {"buffers": False}, "your own weight source selects the tensors"),
+        (DictSource(), {"exclude": ("*",)}, "your own weight source, which selects the tensors"),
+        (DictSource(), {"buffers": False}, "your own weight source, which selects the tensors"),
     ],
 )
 def test_open_source_with_what_has_no_effect_raises(backend: Any, options: dict[str, Any], words: str) -> None:

@@ -376,8 +376,8 @@ def test_what_is_no_stream_is_refused(stream: Any, error: type[Exception], words
 @pytest.mark.parametrize(
     ("backend", "options", "words"),
     [
-        ("stream", {"selection": TensorSelection(only_trained=True)}, "freeze none"),
-        ("stream", {"selection": TensorSelection(buffers=False)}, "leave buffers out"),
+        ("stream", {"selection": TensorSelection(only_trained=True)}, "no effect with a stream"),
+        ("stream", {"selection": TensorSelection(buffers=False)}, "no effect with a stream"),
         ("stream", {"transport": "single_copy"}, 'backend="fsdp"'),
         ("stream", {"transport": "lora"}, "adapters need PEFT"),
     ],

@@ -60,7 +60,8 @@ def save(
         model: The model, as for `WeightSync.push`.
         folder: A new or empty folder, not a link, the same on every rank.
         backend: As for `WeightSync`.
-        selection: The saved tensors, their names and dtypes. None: every tensor in the trainer's own dtype.
+        selection: The saved tensors, their names and dtypes. None: every tensor in the trainer's own dtype. Options
+            about engines and later pushes are refused.
         max_shard_bytes: The most bytes of a file, as for `CheckpointTransport`.
         config: An object with `save_pretrained`. None: the config of a transformers model.
         generation_config: The same for the generation config.
@@ -73,6 +74,7 @@ def save(
         WeightSyncError: Any other failure.
     """
     selection = selection or TensorSelection()
+    selection.refuse("save, which writes every tensor", "frozen", "only_trained", "unquantized", "keep")
     source = open_source(backend, selection)
     target = Path(folder).absolute()
     ranks = Ranks(timeout_s, name=f"save {target}")  # another thread may save to another folder
@@ -158,12 +160,11 @@ def share_out(
 
 def _in_saved_dtypes(manifest: Manifest, selection: TensorSelection) -> Manifest:
     saved = [replace(meta, dtype=selection.wire_dtype(meta.name) or meta.dtype) for meta in manifest]
-    wrong = {
+    if wrong := {
         meta.name: f"the trainer has {meta.dtype}, the selection says {other.dtype}"
         for meta, other in zip(manifest, saved, strict=True)
         if ("float" in meta.dtype) != ("float" in other.dtype)
-    }
-    if wrong:
+    }:
         name, reason = next(iter(wrong.items()))
         raise ManifestError(f"{len(wrong)} tensors cannot be saved, such as {name}: {reason}", mismatched=wrong)
     return Manifest(tuple(saved), manifest.tied)

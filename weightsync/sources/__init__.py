@@ -47,8 +47,7 @@ def open_source(
     Raises `ConfigError` for anything else, and for a selection without effect on the source.
     """
     if isinstance(backend, ShardSource):
-        if selection.exclude or not selection.buffers:
-            raise ConfigError("your own weight source selects the tensors: leave exclude and buffers out")
+        selection.refuse("your own weight source, which selects the tensors", "exclude", "buffers")
         return backend
     match backend:
         case "fsdp":

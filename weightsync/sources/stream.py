@@ -80,10 +80,7 @@ class StreamSource:
     def __init__(
         self, selection: TensorSelection, tensors: Mapping[str, Any] | None = None, *, ranks: Any = None
     ) -> None:
-        if selection.frozen or selection.only_trained:
-            raise ConfigError("a stream gives all tensors in each push anyway: freeze none")
-        if not selection.buffers:
-            raise ConfigError("a stream selects its own tensors: leave buffers out, or exclude them by name")
+        selection.refuse("a stream, which gives its own tensors in each push", "frozen", "only_trained", "buffers")
         self.selection = selection
         self._ranks = ranks
         self._given = [

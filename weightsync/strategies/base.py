@@ -23,7 +23,6 @@ from weightsync.net.wire import Committed, Done
 from weightsync.planning.layout import ShardLocation
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.report import PushReport, WorkerReport
-from weightsync.selection import TensorSelection
 from weightsync.sources.base import Model, ShardSource, TensorShard
 from weightsync.transports.base import LocalTensor
 from weightsync.worker.engine_model import DRAFTER
@@ -56,7 +55,7 @@ class Options(WeightSyncConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantize is None:
-            self.refuse_selection("quantize=None", "unquantized")
+            self.selection.refuse("quantize=None", "unquantized")
 
     def refuse(self, strategy: str, *names: str) -> None:
         """Raise `ConfigError` if the user gave any of the named options. They have no effect on `strategy`.
@@ -66,12 +65,6 @@ class Options(WeightSyncConfig):
         values = {name: getattr(self, name) for name in names}
         if given := [name for name, value in values.items() if value is not None and value is not False]:
             raise ConfigError(f"{', '.join(given)}: no effect with {strategy}; leave these options out")
-
-    def refuse_selection(self, strategy: str, *names: str) -> None:
-        """Raise `ConfigError` if the user gave any of the named options of the selection."""
-        unset = TensorSelection()
-        if given := [name for name in names if getattr(self.selection, name) != getattr(unset, name)]:
-            raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {strategy}; leave it out")
 
 
 class UpdateStrategy(Recovery, ABC):
@@ -214,15 +207,8 @@ def locate(shards: Sequence[TensorShard], rank: int) -> dict[ShardLocation, Loca
     for shard in shards:
         tensor = shard.tensor
         number = numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers) + 1)
-        location = ShardLocation(
-            shard.meta.name,
-            shard.box,
-            rank,
-            number,
-            int(tensor.storage_offset()),
-            tuple(tensor.stride()),
-            shard.meta.dtype,
-        )
+        offset, stride = int(tensor.storage_offset()), tuple(tensor.stride())
+        location = ShardLocation(shard.meta.name, shard.box, rank, number, offset, stride, shard.meta.dtype)
         located[location] = LocalTensor(tensor, shard.compute)
     return located
 
@@ -242,6 +228,5 @@ def warn_of_kept(plans: Sequence[LoadPlan]) -> None:
         logger.warning(
             "%d parameters of the engine's drafter keep their values, such as %s: the trainer has no tensors for "
             "them. The engine may accept fewer drafted tokens",
-            len(kept),
-            kept[0],
+            *(len(kept), kept[0]),
         )

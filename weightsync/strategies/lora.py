@@ -102,7 +102,7 @@ class LoraTransport:
         """Return the strategy. Raises `ConfigError` for options that it cannot work with."""
         if not isinstance(options.source, ModuleSource) or options.quantize is not None:
             raise ConfigError('adapters need PEFT, backend="fsdp" or "deepspeed", and no quantize')
-        options.refuse_selection("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "buffers", "keep")
+        options.selection.refuse("this LoraTransport", "exclude", "frozen", "only_trained", "dtypes", "buffers", "keep")
         options.refuse("this LoraTransport", *OF_COPIES, "pause", "hold_s", "non_finite")
         return LoraAdapters(options, options.source, self)
 
@@ -270,11 +270,8 @@ class LoraAdapters(UpdateStrategy):
                     folder.remove(Path(adapter.path))
             shutil.rmtree(folder.path, ignore_errors=True)
         else:
-            logger.warning(
-                "the adapters in %s may still be in use. The next trainer that pushes adapters from this host removes "
-                "them",
-                folder.path,
-            )
+            text = "the adapters in %s may still be in use. This host's next trainer of adapters removes them"
+            logger.warning(text, folder.path)
 
 
 def check_finite(reading: Reading) -> None:

@@ -100,7 +100,7 @@ class CheckpointTransport:
 
     def open(self, options: Options) -> UpdateStrategy:
         """Return the strategy: `SaveAndRestart`, or `CopyWeights` over files."""
-        options.refuse_selection("this CheckpointTransport, whose versions are whole", "keep", "frozen", "only_trained")
+        options.selection.refuse("this CheckpointTransport, whose versions are whole", "keep", "frozen", "only_trained")
         if self.restart:
             return SaveAndRestart(options, self)
         beside = (self.config, self.generation_config, self.tokenizer)
@@ -119,7 +119,7 @@ class SaveAndRestart(UpdateStrategy):
         if options.quantize is not None:
             raise ConfigError("restart=True saves the trainer's own tensors; leave quantize out")
         options.refuse("this CheckpointTransport", *OF_COPIES, "pause", "hold_s")
-        options.refuse_selection("restart=True, whose engine starts from the version alone", "exclude")
+        options.selection.refuse("restart=True, whose engine starts from the version alone", "exclude")
         self._options = options
         self._finite = FiniteCheck(options, options.source)
         self._transport = transport

@@ -61,7 +61,7 @@ class SingleCopyTransport:
                 'non_finite="refuse" has no effect with single_copy: the trainer itself writes into the engine. Check '
                 'the gradients before a step, or set non_finite="warn"'
             )
-        options.refuse_selection("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
+        options.selection.refuse("this SingleCopyTransport", "frozen", "only_trained", "dtypes", "rename")
         options.refuse("this SingleCopyTransport", *OF_COPIES)
         if options.engines.given is None:
             options = replace(options, engines=EngineList(self._read_engine, options.timeout_s))
