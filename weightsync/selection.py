@@ -30,7 +30,7 @@ class TensorSelection:
         only_trained: Whether parameters with `requires_grad=False` and without an adapter are frozen too.
         dtypes: Mapping of a pattern to the name of the torch dtype in which matching tensors travel, such as "float32".
             The first matching pattern counts. Other tensors travel in the narrower of the trainer's and the engine's
-            dtype. A tied tensor travels under each name with another dtype, but not from Megatron.
+            dtype. A tied tensor travels under each name with another dtype.
         unquantized: With `WeightSync(quantize=...)`, patterns of the two-dimensional tensors `*.weight` that stay
             unquantised. All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
         keep: Patterns of parameters left alone by every push, such as "visual.*" of a frozen vision tower. They match

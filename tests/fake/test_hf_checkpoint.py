@@ -45,7 +45,8 @@ from weightsync.sources.rename import renamed
 
 def sent(model: nn.Module, **selection: object) -> dict[str, torch.Tensor]:
     """What an unsharded model sends."""
-    source = FsdpSource(TensorSelection(**selection))
+    chosen = TensorSelection(**selection)
+    source = renamed(FsdpSource(chosen), chosen)
     shards = source.read(model).shards
     assert list(dict.fromkeys(shard.meta for shard in shards)) == list(source.read(model).manifest)
     found: dict[str, list[torch.Tensor]] = {}
@@ -169,6 +170,7 @@ def test_a_tied_tensor_with_a_dtype_of_its_own_is_sent(rename: Any):
     model = tiny_models.tied("llama", "layers.0", "layers.1", "input_layernorm.weight")
     names = [f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1)]
     prefix = "model." if rename is None else ""
+    names = [f"{prefix}{name.removeprefix('model.')}" for name in names]
     for layer, own in ((0, names[:1]), (1, names)):
         found = sent(model, dtypes={f"{prefix}layers.{layer}.*": "float32"}, rename=rename)
         assert [name for name in names if name in found] == own
@@ -187,7 +189,7 @@ def test_parts_that_nothing_is_tied_to_are_neither_compared_nor_copied():
     metas = [TensorMeta(name, (2, 3), "float32") for name in ("embed", "expert", "head")]
     kinds = (SavedRegion, Expert, SavedRegion)
     saved = [SavedParts((meta,), (kind(whole, (0, 1), whole),)) for meta, kind in zip(metas, kinds, strict=True)]
-    parts, tied = each_once(["embed", "expert", "embed"], saved, TensorSelection())
+    parts, tied = each_once(["embed", "expert", "embed"], saved)
     assert tied == {"head": "embed"}
     assert parts[1] is saved[1]
     assert parts[2].metas == ()

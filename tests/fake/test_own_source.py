@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -135,6 +136,43 @@ def test_a_reading_of_the_same_shards_with_another_tied_name_is_another() -> Non
     assert source.read(tensors) is first
     tied[0] = (("b", "a"),)
     assert source.read(tensors).manifest.tied == (("b", "a"),)
+
+
+class TwoWeights(nn.Module):
+    """An engine's model that keeps two tensors apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.empty(5)), nn.Parameter(torch.empty(5))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", ["of the user's own", "fsdp", "computed"])
+def test_a_tied_tensor_is_pushed_with_each_names_own_dtype(kind: str) -> None:
+    class Tied(DictSource):
+        def read(self, model: Any) -> Reading:
+            (shard,) = (reading := super().read({"a": model.a.detach()})).shards
+            compute = (lambda: self.values) if kind == "computed" else None
+            return Reading(Manifest(reading.manifest.tensors, (("b", "a"),)), [replace(shard, compute=compute)])
+
+        def gather(self, names: Sequence[str], barrier: Barrier) -> None:
+            self.values = tensor.detach() if list(names) == ["a"] else None
+
+    model = TwoWeights()
+    model.a = model.b = tensor = nn.Parameter(torch.linspace(0, 1, 5) / 3)
+    host = ModuleHost(TwoWeights, {"a": torch.zeros(5), "b": torch.zeros(5)})
+    selection = TensorSelection(dtypes={"b": "bfloat16"})
+    source = "fsdp" if kind == "fsdp" else Tied()
+    with (
+        closing(FakeEngine(host)) as engine,
+        WeightSync(source, "broadcast", engine, selection=selection, bucketer="parameter", timeout_s=30.0) as sync,
+    ):
+        sync.push(model)
+    assert torch.equal(host.live.get_parameter("a"), tensor)
+    assert torch.equal(host.live.get_parameter("b"), tensor.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "adapted"])

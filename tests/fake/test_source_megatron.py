@@ -24,6 +24,7 @@ from weightsync.selection import TensorSelection
 from weightsync.sources import open_source
 from weightsync.sources.megatron import MegatronBackend, MegatronSource
 from weightsync.sources.megatron_names import GroupPlace, Span, by_query_group, padded, share
+from weightsync.sources.rename import renamed
 from weightsync.tools.testing import check_source
 
 pytest_plugins = ["engine_fixtures"]
@@ -131,6 +132,21 @@ def check_more_tokens(_: object, folder: Path) -> None:
 
 def test_layers_that_predict_more_tokens_have_the_names_of_checkpoints(trainers: Trainers, tmp_path: Path) -> None:
     trainers.call(check_more_tokens, tmp_path)
+
+
+def check_dtypes_of_ties(rank: int, folder: Path) -> None:
+    chunks, _ = loaded(folder, "qwen3", Mesh(pp=2), tie_word_embeddings=True)
+    chosen = TensorSelection(dtypes={"lm_head.*": "bfloat16"})
+    reading = renamed(source(chosen), chosen).read(chunks)
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    held = {shard.meta.name: shard.values() for shard in reading.shards if shard.meta.name in names}
+    assert [name for name in reading.manifest.names if name in names] == (names if chunks[0].pre_process else [])
+    assert not reading.manifest.tied
+    assert not held or torch.equal(*held.values())
+
+
+def test_a_tied_output_layer_with_a_dtype_of_its_own_travels(trainers: Trainers, tmp_path: Path) -> None:
+    trainers.call(check_dtypes_of_ties, tmp_path)
 
 
 def check_cases(_: object, folder: Path, cases: dict[str, tuple[str, Mesh, dict[str, Any]]]) -> None:

@@ -103,8 +103,8 @@ EachOnce = tuple[list[SavedParts], dict[str, str]]
 """The parts of the tensors that travel, and the name of the equal tensor by each other tensor's name."""
 
 
-def each_once(names: Sequence[str], saved: Sequence[SavedParts], selection: TensorSelection) -> EachOnce:
-    """Leave out each tensor of the checkpoint with the parts of an earlier one and without a dtype of its own.
+def each_once(names: Sequence[str], saved: Sequence[SavedParts]) -> EachOnce:
+    """Leave out each tensor of the checkpoint with the parts of an earlier one.
 
     names: a name for each of the model's tensors, the same for tied ones.
     saved: the parts of these tensors.
@@ -117,9 +117,8 @@ def each_once(names: Sequence[str], saved: Sequence[SavedParts], selection: Tens
             if meta.name in shared:  # hashing the parts of all experts takes long
                 made[meta].add((name, region))
     first: dict[Hashable, str] = {}
-    pairs = {meta.name: first.setdefault((frozenset(own), meta.shape), meta.name) for meta, own in made.items()}
-    dtypes = {name: selection.wire_dtype(selection.renamed(name)) for name in pairs}
-    tied = {other: name for other, name in pairs.items() if other != name and dtypes[other] in (None, dtypes[name])}
+    known = ((meta.name, first.setdefault((frozenset(own), meta.shape), meta.name)) for meta, own in made.items())
+    tied = {other: name for other, name in known if other != name}
     return [parts.without(tied.__contains__) for parts in saved] if tied else [*saved], tied
 
 

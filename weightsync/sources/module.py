@@ -169,7 +169,7 @@ class ModuleSource(LocalSource):
         metas = [TensorMeta(name, own.shape, own.dtype) for name, own in held.items()]
         names, selection = [tied.get(name, name) for name in held], self.selection
         marks = weakref.ref(model), metas, names, selection
-        saved, ties = self._saved.of(marks, lambda: each_once(names, saved_form(model, metas, selection), selection))
+        saved, ties = self._saved.of(marks, lambda: each_once(names, saved_form(model, metas, selection)))
         return list(zip(held.values(), saved, strict=True)), ties
 
     @torch.no_grad()
@@ -260,15 +260,8 @@ def fingerprint(
     there = [tensor for tensor in tensors if tensor is not None]
     if (held := local(there)) is None:
         return None
-    return [
-        places,
-        list(map(id, tensors)),
-        list(map(torch.Tensor.data_ptr, held)),
-        list(map(_SHAPE, held)),
-        list(map(torch.Tensor.stride, held)),
-        list(map(_DTYPE, held)),
-        list(map(_TRAINS, there)),
-    ]
+    of_held = (list(map(read, held)) for read in (torch.Tensor.data_ptr, _SHAPE, torch.Tensor.stride, _DTYPE))
+    return [places, list(map(id, tensors)), *of_held, list(map(_TRAINS, there))]
 
 
 def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:

@@ -1,4 +1,4 @@
-"""A source with new tensor names."""
+"""A source with the names of tensors on the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from weightsync.sources.base import Barrier, DerivedSource, Reading, ShardSource
 
 
 class RenamingSource(DerivedSource):
-    """The tensors of `source`, under the names of `selection.rename`. See `ShardSource`."""
+    """The tensors of `source`, under the names of `selection.rename`. See `ShardSource`.
+
+    A tied tensor comes under each name with another dtype of `selection.dtypes`.
+    """
 
     def __init__(self, source: ShardSource, selection: TensorSelection) -> None:
         super().__init__(source)
@@ -22,11 +25,17 @@ class RenamingSource(DerivedSource):
         self._names: dict[str, str] = {}  # the source's name, by the new name
 
     def _derive(self, given: Reading) -> Reading:
-        self._names = {}
-        manifest = given.manifest
-        tied = tuple((self._selection.renamed(other), self._selection.renamed(name)) for other, name in manifest.tied)
-        metas = tuple(map(self._renamed, manifest))
-        shards = [replace(shard, meta=self._renamed(shard.meta)) for shard in given.shards]
+        self._names, renamed, manifest, shards = {}, self._selection.renamed, given.manifest, given.shards
+        dtypes = {name: self._selection.wire_dtype(renamed(name)) for pair in manifest.tied for name in pair}
+        ties = [(other, name) for other, name in manifest.tied if dtypes[other] in (None, dtypes[name])]
+        apart = [pair for pair in manifest.tied if pair not in ties]
+        more = [replace_meta(manifest[name], name=other) for other, name in apart if name in manifest]
+        again = [(shard, other) for other, name in apart for shard in shards if shard.meta.name == name]
+        shards = shards + [replace(shard, meta=replace_meta(shard.meta, name=other)) for shard, other in again]
+        metas = tuple(map(self._renamed, (*manifest, *more)))
+        shards = [replace(shard, meta=self._renamed(shard.meta)) for shard in shards]
+        self._names |= {renamed(other): name for other, name in apart}
+        tied = tuple((renamed(other), renamed(name)) for other, name in ties)
         return replace(given, manifest=Manifest(metas, tied), shards=shards)
 
     def gather(self, names: Sequence[str], barrier: Barrier) -> None:
@@ -43,5 +52,5 @@ class RenamingSource(DerivedSource):
 
 
 def renamed(source: ShardSource, selection: TensorSelection) -> ShardSource:
-    """Return a source with the names of `selection.rename`."""
-    return source if selection.rename is None else RenamingSource(source, selection)
+    """Return a source with the names on the wire."""
+    return source if selection.rename is None and not selection.dtypes else RenamingSource(source, selection)
