@@ -209,6 +209,18 @@ def test_adapters_of_layers_that_share_a_part_of_a_joined_tensor_are_merged(tmp_
     assert not found
 
 
+def test_a_part_of_a_joined_tensor_is_not_excluded_alone():
+    """The tensor would be saved without the part's rows."""
+    model, at = tiny_models.build("hrm-text", "A"), "model.L_module.layers.0.mlp"
+    joined = f"{at}.gate_up_proj.weight"
+    with pytest.raises(UnsupportedError, match=f"such as {joined} without {at}.up_proj.weight") as caught:
+        sent(model, exclude=("*.mlp.up_proj.weight",))
+    assert len(caught.value.tensors) == 2
+    rest = sent(model).keys() - {joined}
+    assert sent(model, exclude=(joined,)).keys() == rest
+    assert sent(model, exclude=(f"{at}.up_proj.weight", f"{at}.gate_proj.weight")).keys() == rest
+
+
 def sharded_stacks(rank: int, folder: str) -> None:
     """Two ranks, each with a part of every tensor that the checkpoint has with others in one."""
     found = rebuilt(fully_shard(tiny_models.build("hrm-text", "A")))

@@ -122,23 +122,16 @@ def each_once(names: Sequence[str], saved: Sequence[SavedParts]) -> EachOnce:
     return [parts.without(tied.__contains__) for parts in saved] if tied else [*saved], tied
 
 
-def saved_form(model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection) -> list[SavedParts]:
+def saved_form(
+    model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection, excluded: Sequence[TensorMeta] = ()
+) -> list[SavedParts]:
     """Return, for each of the model's `tensors`, its parts in the checkpoint, without excluded ones.
 
-    `tensors` have the names that `walk` gives them. A model that is not from transformers is saved unchanged. Raises
-    one `UnsupportedError` for all tensors with values that a save computes.
+    `tensors` have the names that `walk` gives them. `excluded` are the model's excluded tensors. A model that is not
+    from transformers is saved unchanged. Raises one `UnsupportedError` for all tensors with values that a save
+    computes, or for all excluded parts of a larger tensor.
     """
-    found = _saved(unwrapped(model), tensors)
-    return [parts.without(selection.excludes) for parts in found] if selection.exclude else found
-
-
-def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> list[SavedParts]:
-    convert = _conversion(model) if tensors else None
-    if convert is None:
-        boxes = [Box.full(meta.shape) for meta in tensors]
-        regions = [SavedRegion(box, tuple(range(len(box.size))), box) for box in boxes]
-        return [SavedParts((meta,), (region,)) for meta, region in zip(tensors, regions, strict=True)]
-    found = _repeat(convert, tensors) or _follow(convert, tensors)
+    found = _saved(unwrapped(model), [*tensors, *excluded])
     if lost := [meta.name for meta in tensors if meta.name not in found]:
         lines = "".join(f"\n  {name}" for name in lost)
         raise UnsupportedError(
@@ -146,7 +139,25 @@ def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> list[SavedParts]:
             f"must not travel in TensorSelection.exclude:{lines}",
             tensors=dict.fromkeys(lost, "computed when it is saved"),
         )
-    return [found[meta.name] for meta in tensors]
+    kept = [found[meta.name].without(selection.excludes) for meta in tensors]
+    without = {part.name: meta.name for meta in excluded if meta.name in found for part in found[meta.name].metas}
+    cut = {meta.name: without[meta.name] for parts in kept if without for meta in parts.metas if meta.name in without}
+    if cut:
+        name, part = next(iter(cut.items()))
+        raise UnsupportedError(
+            f"TensorSelection.exclude leaves {len(cut)} tensors without a part, such as {name} without {part}. A "
+            f"checkpoint has the parts in one tensor: exclude {name}, or none of its parts",
+            tensors={name: f"excluded in part, as {part}" for name, part in cut.items()},
+        )
+    return kept
+
+
+def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
+    convert = _conversion(model) if tensors else None
+    if convert is None:
+        whole = ((meta, Box.full(meta.shape), tuple(range(len(meta.shape)))) for meta in tensors)
+        return {meta.name: SavedParts((meta,), (SavedRegion(box, dims, box),)) for meta, box, dims in whole}
+    return _repeat(convert, tensors) or _follow(convert, tensors)
 
 
 _Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

@@ -164,24 +164,28 @@ class ModuleSource(LocalSource):
 
         The second result is that of `each_once`.
         """
-        held, tied = self._tensors(model, on_meta)
+        held, tied, excluded = self._tensors(model, on_meta)
         held |= {other: held[name] for other, name in tied.items()}
         metas = [TensorMeta(name, own.shape, own.dtype) for name, own in held.items()]
         names, selection = [tied.get(name, name) for name in held], self.selection
-        marks = weakref.ref(model), metas, names, selection
-        saved, ties = self._saved.of(marks, lambda: each_once(names, saved_form(model, metas, selection)))
+        marks = weakref.ref(model), metas, names, selection, excluded
+        saved, ties = self._saved.of(marks, lambda: each_once(names, saved_form(model, metas, selection, excluded)))
         return list(zip(held.values(), saved, strict=True)), ties
 
     @torch.no_grad()
-    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[dict[str, LocalParam], dict[str, str]]:
+    def _tensors(
+        self, model: nn.Module, on_meta: bool
+    ) -> tuple[dict[str, LocalParam], dict[str, str], list[TensorMeta]]:
         """Return this rank's part of each of the model's tensors, tied ones under their first names.
 
-        The second result has the first name of each tied tensor by its other names.
+        The second result has the first name of each tied tensor by its other names. The third has the excluded tensors
+        that can be read.
         """
         found: dict[str, LocalParam] = {}
         first: dict[Hashable, str] = {}
         others: dict[str, str] = {}
         refused: dict[str, str] = {}
+        excluded: list[TensorMeta] = []
         adapters = adapters_of(model)
         self._wrapped = bool(adapters)
         packed = packed_weights(model)
@@ -190,13 +194,15 @@ class ModuleSource(LocalSource):
         hooks = [hook for module in modules(model) for hook in hooks_of(module)]
         for name, read in self.readers(model):
             absent.discard(name)
-            if self.selection.excludes(name):
-                continue
+            is_excluded = self.selection.excludes(name)
             try:
                 held = read()
+                if is_excluded:
+                    excluded.append(TensorMeta(name, held.shape, held.dtype))
+                    continue
                 held = self._adapted(name, unpacked(held, packed[name]) if name in packed else held, adapters)
             except UnsupportedError as error:
-                refused[name] = error.message
+                refused |= {} if is_excluded else {name: error.message}
                 continue
             there[name] = held.identity, held.shape, getattr(torch, held.dtype)
             if any(part.is_meta for _, part in held.parts) and not on_meta:
@@ -212,7 +218,7 @@ class ModuleSource(LocalSource):
         refused |= dict.fromkeys(absent, "it has an adapter, but is no parameter")
         if refused:
             raise refusal(refused)
-        return found, others
+        return found, others, excluded
 
     def _adapted(self, name: str, held: LocalParam, adapters: dict[str, list[Adapter]]) -> LocalParam:
         """Return `held` with its adapters, if `name` is a tensor that adapters change.
