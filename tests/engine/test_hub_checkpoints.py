@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hub_checkpoints
+import peft
 import pytest
 import tiny_models
 import torch
@@ -12,7 +14,7 @@ from engine_state import State, differing, state_of
 from engines import TIMEOUT_S, Answer, Engines, Remote, Trainer, Trainers, assert_same
 from safetensors.torch import load_file
 
-from weightsync import WeightSync
+from weightsync import WeightSync, save
 from weightsync.errors import ManifestError
 
 pytest_plugins = ["engine_fixtures"]
@@ -117,6 +119,34 @@ def test_a_tied_engine_takes_a_head_that_equals_the_embedding_and_no_other(
     for said in engines.call(push_own_heads, tmp_path, stored, load_format, timeout_s=240):
         assert "Nothing was written" in said
         assert "tie_word_embeddings=false" in said
+
+
+def with_copies(*modules: str) -> Any:
+    """A trainer of a tied model with trained copies of these modules, as PEFT's `modules_to_save` makes them."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[*modules])
+    model = peft.get_peft_model(tiny_models.build(TIED, "B"), config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "modules_to_save" in name:
+                param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def save_and_push_copies(engines: Engines, folder: Path) -> None:
+    for number, modules in enumerate([("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")]):
+        merged = tiny_models.save(with_copies(*modules).merge_and_unload(), folder / f"merged-{number}")
+        expected, _ = ask_cold(engines, merged)
+        save(with_copies(*modules), folder / f"saved-{number}")
+        engines.start(folder / f"saved-{number}")
+        assert_same(engines.ask(), expected, f"a start from saved copies of {modules}")
+        with WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S) as sync:
+            sync.push(tiny_models.build(TIED, "A"))
+            sync.push(with_copies(*modules))
+            assert_same(engines.ask(), expected, f"a push of copies of {modules}")
+
+
+def test_an_output_layer_that_peft_has_copied_is_served(engines: Remote, tmp_path: Path):
+    engines.call(save_and_push_copies, tmp_path, timeout_s=240)
 
 
 def push_into_an_untied_engine(engines: Engines, folder: Path) -> bool:

@@ -910,6 +910,32 @@ def save_megatron(rank: int, folder: str) -> None:
     config.architectures = ["Qwen3ForCausalLM"]
     for name, mesh in (("tp", Mesh(tp=2)), ("pp", Mesh(pp=2))):
         model = megatron_models.build(config, mesh, torch.bfloat16, padding=5)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("kind", ["lm_head", "embed_tokens", None])
+def test_the_config_of_an_output_layer_of_its_own_is_untied(kind: str | None, tmp_path: Path):
+    """Engines before vLLM 0.30 or so would load the embedding in its place."""
+    model: Any = tiny_models.build("llama-tied", "A")
+    if kind is not None:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[kind]))
+    weightsync.save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is (kind is None)
+    assert ("lm_head.weight" in read(tmp_path)) is (kind is not None)
+
+
+@pytest.mark.parametrize(
+    ("content", "has_text"),
+    [({"tie_word_embeddings": True}, False), ({"model_type": "qwen2_vl"}, True), ({"model_type": "gemma2"}, False)],
+)
+def test_each_part_of_a_config_is_untied(content: dict[str, Any], has_text: bool):
+    text = {"text_config": {"tie_word_embeddings": True}} if has_text else {}
+    manifest = Manifest(tuple(TensorMeta(name, (4, 2), "float32") for name in ("embed.weight", "lm_head.weight")))
+    files = files_beside([Saver("config.json", {"architectures": ["X"], **content, **text})], manifest)
+    found = json.loads(files["config.json"])
+    assert found["tie_word_embeddings"] is False
+    assert found.get("text_config", {}).get("tie_word_embeddings", False) is False
+
+
         megatron_models.load(model, config, load_file(Path(folder, "own", "model.safetensors")))
         weightsync.save(
             model, Path(folder, name), weightsync.MegatronBackend(vocab_size=config.vocab_size), config=config

@@ -20,7 +20,7 @@ from weightsync.planning.layout import Manifest, itemsize
 from weightsync.sources.base import Model, one_module
 
 _CONFIG = "config.json"
-_TIE = "tie_word_embeddings"
+_TIE, _LM_HEAD = "tie_word_embeddings", "lm_head.weight"
 _ENDS = r"(lm_head|head|embed_out|output|output_layer)\.weight"
 _HEAD, _LIKE_HEAD = re.compile(rf"([a-z]\w*\.)*{_ENDS}"), re.compile(rf"(.*\.)?{_ENDS}")
 """The names of output layers, and these with the names in numbered layers, such as a drafter's."""
@@ -76,13 +76,20 @@ def _is_head(pair: tuple[str, str]) -> bool:
 
 
 def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
-    """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie."""
+    """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie.
+
+    Untie the config if the files have an output layer of its own, as a copy by PEFT's `modules_to_save`. Older vLLM
+    would load the embedding in its place.
+    """
     pairs = list(filter(_is_head, manifest.tied))
     if pairs and config.get(_TIE) is not True and not _ties(config):
         raise ConfigError(
             f"{' is tied to '.join(pairs[0])}, and the config unties them once it is loaded. A loaded checkpoint would "
             "have another output layer: set config.tie_word_embeddings = True, or untie the two"
         )
+    if _LM_HEAD in manifest and not any(_LM_HEAD in pair for pair in manifest.tied) and _ties(config):
+        for part in filter(None, (config, config.get("text_config"))):
+            part[_TIE] = False
 
 
 def _ties(config: dict[str, Any]) -> bool:
