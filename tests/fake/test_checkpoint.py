@@ -47,6 +47,7 @@ from weightsync.checkpoint.safetensors import INDEX, runs
 from weightsync.checkpoint.shard_files import check_seen
 from weightsync.checkpoint.sidecars import files_beside
 from weightsync.planning.layout import Manifest, TensorMeta
+from weightsync.transports.files import FilesTransport
 from weightsync.worker.loader import Receiver
 
 
@@ -323,6 +324,22 @@ def test_a_folder_that_was_removed_is_found_before_a_weight_is_written(
         assert "POISONED" not in str(raised.value)
         assert_serves(host, 2)
         pusher.push(4)
+    assert_equal(read(tmp_path / "version-00000002"), checkpoint(4))
+
+
+def test_a_push_that_is_refused_after_its_preparation_leaves_no_files(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pusher = Pusher(engine, tmp_path)
+    with pusher.sync:
+        pusher.push(2)
+        (incoming,) = tmp_path.glob(".incoming-*")
+        with monkeypatch.context() as patch:
+            patch.setattr(FilesTransport, "begin_send", mock.Mock(side_effect=ConfigError("refused")))
+            with pytest.raises(ConfigError, match="refused"):
+                pusher.push(3)
+            assert names_in(incoming) == ["rank-0"]
+        assert pusher.push(4).version == 2
     assert_equal(read(tmp_path / "version-00000002"), checkpoint(4))
 
 
@@ -893,23 +910,6 @@ def test_adapters_are_saved_merged(tmp_path: Path):
     assert new == own
 
 
-def save_zero3(rank: int, folder: str) -> None:
-    engine = zero.initialize(tiny_models.build("qwen3", "A"), zero.config(3))
-    weightsync.save(engine, folder, "deepspeed", selection=TensorSelection(dtypes={"*": "bfloat16"}))
-
-
-def test_zero_3_saves_its_partitions(tmp_path: Path):
-    run_ranks(save_zero3, 2, str(tmp_path / "new"))
-    tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "own")
-    assert_equal(read(tmp_path / "new"), read(tmp_path / "own"))
-    assert names_in(tmp_path / "new") == names_in(tmp_path / "own")
-
-
-def save_megatron(rank: int, folder: str) -> None:
-    config = tiny_models.CONFIGS["qwen3"]()
-    config.architectures = ["Qwen3ForCausalLM"]
-    for name, mesh in (("tp", Mesh(tp=2)), ("pp", Mesh(pp=2))):
-        model = megatron_models.build(config, mesh, torch.bfloat16, padding=5)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 @pytest.mark.parametrize("kind", ["lm_head", "embed_tokens", None])
 def test_the_config_of_an_output_layer_of_its_own_is_untied(kind: str | None, tmp_path: Path):
@@ -936,6 +936,23 @@ def test_each_part_of_a_config_is_untied(content: dict[str, Any], has_text: bool
     assert found.get("text_config", {}).get("tie_word_embeddings", False) is False
 
 
+def save_zero3(rank: int, folder: str) -> None:
+    engine = zero.initialize(tiny_models.build("qwen3", "A"), zero.config(3))
+    weightsync.save(engine, folder, "deepspeed", selection=TensorSelection(dtypes={"*": "bfloat16"}))
+
+
+def test_zero_3_saves_its_partitions(tmp_path: Path):
+    run_ranks(save_zero3, 2, str(tmp_path / "new"))
+    tiny_models.save(tiny_models.build("qwen3", "A"), tmp_path / "own")
+    assert_equal(read(tmp_path / "new"), read(tmp_path / "own"))
+    assert names_in(tmp_path / "new") == names_in(tmp_path / "own")
+
+
+def save_megatron(rank: int, folder: str) -> None:
+    config = tiny_models.CONFIGS["qwen3"]()
+    config.architectures = ["Qwen3ForCausalLM"]
+    for name, mesh in (("tp", Mesh(tp=2)), ("pp", Mesh(pp=2))):
+        model = megatron_models.build(config, mesh, torch.bfloat16, padding=5)
         megatron_models.load(model, config, load_file(Path(folder, "own", "model.safetensors")))
         weightsync.save(
             model, Path(folder, name), weightsync.MegatronBackend(vocab_size=config.vocab_size), config=config

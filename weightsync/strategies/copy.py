@@ -247,6 +247,11 @@ class CopyWeights(FleetStrategy):
         # A rank changes sessions only after rank 0's broadcast of the changes, so rank 0 knows of every change.
         return self._fleet is not None and not self._is_touched
 
+    def withdraw(self) -> bool:
+        for session in self._sessions.negotiated:
+            session.transport.withdraw()
+        return super().withdraw()
+
     def reset(self, error: WeightSyncError) -> None:
         super().reset(error)
         self._disconnect()

@@ -280,6 +280,13 @@ class Transport(ABC):
         """
         return 0
 
+    def withdraw(self) -> None:
+        """Undo `prepare_push` of a push that is refused before `send`, perhaps before `prepare_push` too.
+
+        Every rank calls it. It must not raise.
+        """
+        return
+
     def begin_send(self, seal: Seal | None) -> None:
         """Begin the part of `send` without workers, while engines pause.
 

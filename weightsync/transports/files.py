@@ -120,6 +120,10 @@ class FilesTransport(base.Transport):
         still_open(self._writer).prepare_push(None if self._folder is None else self._files_beside())
         return 0
 
+    def withdraw(self) -> None:
+        if self._folder is not None:  # no other process has looked for the name yet
+            shutil.rmtree(still_open(self._writer).folder(1), ignore_errors=True)
+
     def drop_workers(self, workers: Collection[int]) -> bool:
         return True  # workers read files: nothing is sent to them
 
@@ -154,7 +158,7 @@ class _ShardWriter:
         self._layout = [staging.lay_out(plan.manifest, {0: pieces}, _SLOT) for pieces in own]
         self._slot = torch.empty(slot_bytes(self._layout), dtype=torch.uint8)
         self.packer = Packer(plan, tensors, self._layout, {_SLOT: self._slot})
-        self.pushes = self._created = 0
+        self.pushes = 0
 
     def folder(self, later: int = 0) -> Path:
         """Return the folder of the push under way, or `later` pushes after it."""
@@ -164,11 +168,9 @@ class _ShardWriter:
         """Wait for the tensors. Make the folder of the next push on rank 0, which has the files beside the tensors."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)  # the optimizer's writes may be queued on another stream
-        if beside is not None and self._created == self.pushes:
-            shard_files.create(self.folder(1), self._shards, beside)
-            self._created += 1
-        elif beside is not None:
-            shard_files.write_beside(self.folder(1), self._shards, beside)
+        if beside is not None:
+            prepare = shard_files.write_beside if self.folder(1).exists() else shard_files.create
+            prepare(self.folder(1), self._shards, beside)
 
     def write(self, number: int, seal: base.Seal | None) -> None:
         """Write this rank's part of a chunk, and then its digest into the rank's progress file."""
