@@ -115,7 +115,16 @@ def test_a_head_of_the_trainers_own_is_not_to_be_left_out():
     offered = manifest(*names, "output.weight")
     error = problem(offered, missing=[], hints=[], tied=["model.embed.weight"])
     assert "tie_word_embeddings" in str(error)
-    assert "exclude" not in str(error)
+    assert "to be excluded only if the trainer ties it to the embedding. Nothing" in str(error)
+
+
+def test_a_head_that_an_engine_has_no_layer_for_is_left_out_only_if_it_is_tied():
+    """Engines of Gemma have no module for it, and answer with the embedding in its place."""
+    offered = manifest(*ENGINE)
+    used = {meta.name: meta.dtype for meta in offered if meta.name != "lm_head.weight"}
+    error = str(problem(offered, missing=[], hints=[], used=used))
+    assert "Leave them out with TensorSelection(exclude=...)" in error
+    assert "to be excluded only if the trainer ties it to the embedding, or" in error
 
 
 def test_what_shares_a_place_with_another_is_placed():

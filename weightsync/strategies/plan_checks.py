@@ -43,10 +43,7 @@ def check_quantized(manifest: Manifest, together: Sequence[tuple[str, str]], pla
 
 
 def check_plans(
-    manifest: Manifest,
-    engines: Sequence[tuple[str, Sequence[LoadPlan]]],
-    padded: bool,
-    keep: Sequence[str] = (),
+    manifest: Manifest, engines: Sequence[tuple[str, Sequence[LoadPlan]]], padded: bool, keep: Sequence[str] = ()
 ) -> list[str]:
     """Return the tensors that do not travel, because no engine runs their part of the model.
 
@@ -134,14 +131,17 @@ def _explain_unexpected(
 ) -> Iterator[str]:
     if unexpected:
         yield f"Unexpected {len(unexpected)}: {first_few(unexpected)}"
+        own = "An output layer is to be excluded only if the trainer ties it to the embedding"
         if heads := _of_tied_shape(unexpected, manifest, plans):
             yield (
                 f"The engine ties its output layer to its embedding, and {heads[0]} may be the trainer's own output "
                 "layer. Start the engine with tie_word_embeddings=false in config.json, or with "
-                'hf_overrides={"tie_word_embeddings": False}'
+                f'hf_overrides={{"tie_word_embeddings": False}}. {own}'
             )
         elif not missing:
             yield "Leave them out with TensorSelection(exclude=...), or give the engine the trainer's model"
+            if any(name.endswith("lm_head.weight") for name in unexpected):
+                yield f"{own}, or if the engine gives no logits"
 
 
 def make_buckets(
@@ -282,5 +282,4 @@ def _is_float(dtype: str) -> bool:
 
 
 def _first(items: dict[str, str]) -> str:
-    name = next(iter(items))
-    return f"{name}: {items[name]}"
+    return ": ".join(next(iter(items.items())))
