@@ -76,7 +76,7 @@ def write(model: nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, param in model.named_parameters():
-            value = weights(seed)[name]
+            value = weights(seed).get(name, param)
             if isinstance(param, DTensor):
                 rows = value.shape[0] // param.device_mesh.size()
                 value = value.narrow(0, param.device_mesh.get_rank() * rows, rows)
@@ -130,6 +130,24 @@ def test_writing_reaches_the_engine_and_is_its_next_version(engine: FakeEngine, 
     assert_serves(engine, 2)
     with pytest.raises(ConfigError, match="version 6 is not newer than 6"), sync.writing(version=6):
         raise AssertionError("the body must not run")
+
+
+@pytest.mark.parametrize("is_in_engine", [True, False])
+def test_a_parameter_without_elements_is_attached(is_in_engine: bool):
+    shape = 3, 0
+    engine_model = host(1)
+    if is_in_engine:
+        for each in (engine_model.live, engine_model.pristine()):
+            each.nothing = nn.Parameter(torch.empty(shape))
+    with closing(FakeEngine(engine_model)) as engine, WeightSync("fsdp", "single_copy", engine, timeout_s=10.0) as sync:
+        model = on_meta()
+        model.nothing = nn.Parameter(torch.empty(shape, device="meta"))
+        sync.attach(model)
+        nothing = model.get_parameter("nothing")
+        assert (nothing.shape, nothing.device.type) == (shape, "cpu")
+        with sync.writing():
+            write(model, 2)
+    assert torch.equal(engine_model.live.norm.weight, weights(2)["norm.weight"])
 
 
 def test_writing_gives_an_engine_with_random_weights_the_constants_of_its_loader():

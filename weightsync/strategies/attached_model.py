@@ -35,7 +35,7 @@ from weightsync.net.wire import MachineInfo, ParametersExported
 from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import CopyOp, LoadCopy, ShardLocation, View, copy_ops, part_of
 from weightsync.planning.single_view import as_single_view
-from weightsync.sources.base import TensorShard
+from weightsync.sources.base import TensorShard, dtype_name
 from weightsync.sources.module_tree import modules, unwrapped
 from weightsync.transports.base import strided
 from weightsync.transports.shared_handles import open_exported
@@ -217,9 +217,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
         for kind in (module._parameters, module._buffers):
             tensors: dict[str, torch.Tensor | None] = kind  # type: ignore[assignment]
             for key, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if tensor.is_meta:
+                if tensor is not None and tensor.is_meta:
                     found.append(_Slot(tensors, key, tensor))
                 elif isinstance(tensor, nn.Parameter):
                     raise ConfigError(
@@ -264,15 +262,18 @@ def _views(
     of_tensor = grouped(steps, lambda step: int(step.param))
     found: dict[int, tuple[int, str, View]] = {}
     for slot in slots:
-        steps = of_tensor.get(storage_of(slot.local), [])
+        steps, shape = of_tensor.get(storage_of(slot.local), []), tuple(slot.local.shape)
+        if 0 in shape:  # without elements, a view of any memory will do
+            found[storage_of(slot.local)] = locations[0].storage, dtype_name(slot.local), (0, shape, shape)
+            continue
         if sum(prod(step.size) for step in steps) != slot.local.numel() or not slot.local.is_contiguous():
             if isinstance(slot.tensor, nn.Parameter):
                 raise ConfigError(
-                    f"no engine parameter has all of {slot.key!r} of shape {tuple(slot.local.shape)}. Every parameter "
+                    f"no engine parameter has all of {slot.key!r} of shape {shape}. Every parameter "
                     "of an attached model lies in the engine's memory: exclude none"
                 )
             continue
-        view = as_single_view(tuple(slot.local.shape), int(slot.local.storage_offset()), steps)
+        view = as_single_view(shape, int(slot.local.storage_offset()), steps)
         if view is None:
             raise UnsupportedError(
                 f"{slot.key!r} is not one strided region of the engine's memory, and a view needs one; use "
