@@ -323,7 +323,10 @@ def encode(message: Message) -> bytes:
     name = type(message).__name__
     body = _written(message, name)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit")
+        raise ProtocolError(
+            f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit. It lists all ranks' shards of "
+            "each tensor: shard over fewer ranks, push from one replica's, WeightSync(ranks=...), or raise max_bytes"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
