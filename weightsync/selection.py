@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import itemsize
+
+logger = logging.getLogger(__name__)
 
 UNQUANTIZED = ("*embed*", "*.wte.weight", "*.wpe.weight", "*lm_head.weight", "*[._]gate.weight", "*router*")
 """Two-dimensional weights left unquantised by quantised checkpoints: embeddings, output layers and routers."""
@@ -81,9 +84,11 @@ class TensorSelection:
         if given := [name for name in names if getattr(self, name) != getattr(unset, name)]:
             raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {where}; leave it out")
 
-    def unmatched_patterns(self, names: Sequence[str]) -> list[str]:
-        """Return the patterns of `frozen` and `dtypes` without a match in the names. Most are typing errors."""
-        return [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]
+    def warn_of_idle(self, names: Sequence[str]) -> None:
+        """Warn of patterns of `frozen` and `dtypes` without a match in the names. Most are typing errors."""
+        if idle := [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]:
+            text = "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s"
+            logger.warning(text, ", ".join(idle), names[0])
 
     def renamed(self, name: str) -> str:
         """Return the name of `name` on the wire. Raises `ConfigError` if the `rename` function returns no string."""

@@ -158,6 +158,13 @@ def test_a_checkpoint_is_saved_under_other_names(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(checkpoint(2))
 
 
+def test_a_pattern_that_matches_nothing_is_told_of_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(
+        nn.Linear(2, 2), tmp_path / "saved", selection=TensorSelection(dtypes={"weight": "bfloat16", "wait": "float16"})
+    )
+    assert "patterns that match no tensor: wait; the trainer's tensors have names such as weight" in caplog.text
+
+
 def test_two_tensors_of_one_name_are_refused(engine: RecordedEngine) -> None:
     selection = TensorSelection(rename={r"\d+": "0"})
     with (

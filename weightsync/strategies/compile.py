@@ -47,12 +47,7 @@ def compile_plan(
     """
     check_roles(fleet.handles, options.pause, options.rolling)
     manifest = merge_manifests(manifests(own, everyone))
-    if idle := options.selection.unmatched_patterns(manifest.names):
-        logger.warning(
-            "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s",
-            ", ".join(idle),
-            manifest.names[0],
-        )
+    options.selection.warn_of_idle(manifest.names)
     together = _quantized(manifest, options)
     plans = fleet.plan(manifest, options.selection.keep, transport.name, invitations)
     distinct = [*{id(plan): plan for plan in plans}.values()]
