@@ -121,8 +121,8 @@ class FilesTransport(base.Transport):
         return 0
 
     def withdraw(self) -> None:
-        if self._folder is not None:  # no other process has looked for the name yet
-            shutil.rmtree(still_open(self._writer).folder(1), ignore_errors=True)
+        if self._folder is not None and self._writer is not None:  # no other process has looked for the name yet
+            shutil.rmtree(self._writer.folder(1), ignore_errors=True)
 
     def drop_workers(self, workers: Collection[int]) -> bool:
         return True  # workers read files: nothing is sent to them
