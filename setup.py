@@ -66,7 +66,7 @@ setup(
     },
     python_requires=">=3.10",
     # Only what every user needs: the engine and the trainer frameworks are the user's own, and in the extras.
-    install_requires=["msgspec>=0.19", "numpy>=1.24", "rich>=13.0", "torch>=2.6", "tqdm>=4.60"],
+    install_requires=["msgspec>=0.21", "numpy>=1.24", "rich>=13.0", "torch>=2.8", "tqdm>=4.60"],
     extras_require=extras,
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -136,7 +136,8 @@ def test_broadcast_of_an_embedding_of_many_chunks_allocates_two_chunks_on_every_
 def large_tensors() -> int:
     """Count the tensors in memory with at least the embedding's bytes."""
     gc.collect()
-    with warnings.catch_warnings(action="ignore"):  # of deprecated objects that the search touches
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated objects that the search touches
         return sum(isinstance(each, torch.Tensor) and each.nbytes >= EMBED.nbytes for each in gc.get_objects())
 
 

@@ -104,7 +104,8 @@ class Remote:
             raise AssertionError(f"process {self.process.pid} ended with {self.process.exitcode}") from None
         if error is None:
             return value
-        error.add_note(f"In process {self.process.pid}:\n{value}")
+        if hasattr(error, "add_note"):  # not in Python 3.10
+            error.add_note(f"In process {self.process.pid}:\n{value}")
         raise error
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> Any:

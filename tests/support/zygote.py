@@ -38,7 +38,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from multiprocessing.util import spawnv_passfds
 from pathlib import Path
@@ -110,7 +110,10 @@ def forking(forks: bool = True) -> Iterator[None]:
     forks: False to start processes afresh inside of a block that forks.
     """
     start = _start if forks else _fork_exec
-    with mock.patch.object(_posixsubprocess, "fork_exec", start), mock.patch.object(subprocess, "_fork_exec", start):
+    with ExitStack() as patches:
+        if sys.version_info >= (3, 11):  # before, the function has other arguments, and processes start afresh
+            patches.enter_context(mock.patch.object(_posixsubprocess, "fork_exec", start))
+            patches.enter_context(mock.patch.object(subprocess, "_fork_exec", start))
         yield
 
 
