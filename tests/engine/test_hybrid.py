@@ -23,7 +23,7 @@ from weightsync.vllm.rollout import AsyncRolloutEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 MODEL = "qwen3"
-LONG = 500
+LONG = 200
 """Tokens that take an engine several times as long as a push."""
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE: dict[str, Any] = {
@@ -152,7 +152,7 @@ def check_that_no_answer_is_cut(trainer: WorkerGroup, engine: RolloutGroup, prom
     """Fail unless answers come whole when a push by "abort", and then sleep, find them half done."""
     generate = partial(engine.generate.remote, prompts, temperature=0, ignore_eos=True)
     with engine.follow(trainer, pause="abort") as sync:
-        new = generate(max_tokens=LONG).result()
+        new = generate(max_tokens=1).result()
         trainer.change("A")
         sync.push()
         interrupted = generate(max_tokens=LONG)
