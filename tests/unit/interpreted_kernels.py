@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import test_changed_words
 import test_copies
@@ -21,6 +22,14 @@ from weightsync.kernels import changed_words_triton, copies_triton, digest_trito
 from weightsync.kernels.digest import MASK, MIB, WHOLE, digest, share, signed
 from weightsync.kernels.quantize import BlockForm, Form, fp8_per_block, fp8_per_tensor
 from weightsync.kernels.rows import Job
+
+_make_interpreted = cache(interpreter._patch_lang)
+
+
+def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of a kernel. Triton makes its language the interpreter's at each call, and no call undoes it."""
+    _make_interpreted(function.fn)
+    return function.rewrite()(*args, **kwargs)
 
 
 def copies(of: torch.dtype, to: torch.dtype) -> int:
@@ -76,6 +85,7 @@ def changes() -> int:
 
 if __name__ == "__main__":
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    interpreter.InterpretedFunction.__call__ = call  # type: ignore[method-assign]
     # It computes whether each sum overflows, and asserts it only where it debugs.
     without = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     interpreter.interpreter_builder.options = without
