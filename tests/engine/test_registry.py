@@ -122,36 +122,38 @@ class Planner:
     def ask(self, architecture: str, workers: tuple[int, ...] = WORKERS) -> Outcome:
         """Return the better of two: a model made from its config may be saved under other names than a published one,
         whose names transformers remembers."""
-        found = self._ask(architecture, workers, published=False)
-        if found.kind in (PASSED_OVER, MISFIT, REFUSED):
-            found = min(
-                found, self._ask(architecture, workers, published=True), key=lambda outcome: KINDS.index(outcome.kind)
-            )
-        return found
-
-    def _ask(self, architecture: str, workers: tuple[int, ...], published: bool) -> Outcome:
-        from weightsync.vllm.plan_offline import plan_workers
-
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             try:
                 model = registry_models.build(architecture, folder)
             except Exception as error:  # of many kinds, all of them transformers' own
                 return Outcome(NO_TRAINER, reason(error, folder))
-            try:
-                manifest = registry_models.checkpoint_tensors(model, published)
-            except UnsupportedError as error:
-                return Outcome(REFUSED, reason(error, folder))
-            try:
-                know_class(folder)
-            except ImportError as error:
-                return Outcome(NO_ENGINE, reason(error, folder))
-            try:
-                plans = [plan_workers(folder, manifest, tp, "auto") for tp in workers]
-            except ConfigError as error:
-                return Outcome(NO_ENGINE, reason(error, folder))
-            except UnsupportedError as error:
-                return Outcome(REFUSED, reason(error, folder))
+            found: dict[Manifest | None, Outcome] = {}
+            for published in (False, True):
+                try:
+                    manifest = registry_models.checkpoint_tensors(model, published)
+                except UnsupportedError as error:
+                    found.setdefault(None, Outcome(REFUSED, reason(error, folder)))
+                    continue
+                if manifest not in found:
+                    found[manifest] = self._plan(manifest, folder, workers)
+                if found[manifest].kind not in (PASSED_OVER, MISFIT, REFUSED):
+                    break
+        return min(found.values(), key=lambda outcome: KINDS.index(outcome.kind))
+
+    def _plan(self, manifest: Manifest, folder: Path, workers: tuple[int, ...]) -> Outcome:
+        from weightsync.vllm.plan_offline import plan_workers
+
+        try:
+            know_class(folder)
+        except ImportError as error:
+            return Outcome(NO_ENGINE, reason(error, folder))
+        try:
+            plans = [plan_workers(folder, manifest, tp, "auto") for tp in workers]
+        except ConfigError as error:
+            return Outcome(NO_ENGINE, reason(error, folder))
+        except UnsupportedError as error:
+            return Outcome(REFUSED, reason(error, folder))
         return next((found for plan in plans if (found := misfit(manifest, plan))), Outcome(PLANS))
 
     def close(self) -> None:
