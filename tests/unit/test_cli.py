@@ -123,7 +123,7 @@ def test_a_command_that_is_interrupted_at_its_first_import_ends_in_one_word():
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 1), (["--no-engine"], 0)])
 def test_doctor_does_not_praise_an_engine_that_it_has_not_seen(monkeypatch, capsys, arguments, status):
-    for name in ("_versions", "_gpus", "_shared_memory", "_handles", "_settings", "_port", "_plug_in"):
+    for name in ("_versions", "_gpus", "_shared_memory", "_handles", "check_nixl", "_settings", "_port", "_plug_in"):
         monkeypatch.setattr(doctor, name, lambda: iter(()))
     monkeypatch.setattr(doctor.processes, "vllm_version", lambda: None)
     assert cli.main(["doctor", *arguments]) == status
