@@ -30,6 +30,8 @@ pytestmark = pytest.mark.engine
 EXPERTS = {"enable_expert_parallel": True, "worker_extension_cls": "cpu_experts.RunsExperts"}
 MODEL = "qwen3-moe-of-5"
 CORES = 2
+LONG = 120
+"""Tokens that take a core longer than a push."""
 ASKED = 8
 """Questions to two API servers behind one address: one of them misses all of these once in 128 times."""
 
@@ -88,7 +90,7 @@ class AsyncCores:
 
     def begin(self, core: int) -> Any:
         """Have a core generate, and return what waits for its end."""
-        return asyncio.run_coroutine_threadsafe(self._generate(PROMPTS[0], core, 240), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._generate(PROMPTS[0], core, LONG), self._loop)
 
     def ask(self) -> list[Answer]:
         """Return each core's answers."""
@@ -163,7 +165,7 @@ def test_an_engine_of_two_cores_is_one_engine(engines: Remote):
         for after in ("A", "A again"):
             assert_same(seen[after][core], seen["cold"][core], f"{after} in core {core}")
         assert seen["B"][core] != seen["cold"][core]
-    assert seen["ran on"] == [240] * CORES  # a push waits for both, whatever they were doing
+    assert seen["ran on"] == [LONG] * CORES  # a push waits for both, whatever they were doing
     assert "dp=1" in seen["failed"]
     assert seen["version"].startswith("POISONED")
     assert seen["paused"]
