@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def prepare() -> Any:
         import deepspeed.runtime.zero.muon.muon_optimizer  # by every engine of ZeRO 1 to 3
 
     deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce of its own first, which takes a minute
+    # Or each engine of ZeRO 3 looks for garbage in all that its process has imported.
+    deepspeed.runtime.zero.utils.gc = SimpleNamespace(collect=lambda: 0)
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # it says no where it would be slow
     deepspeed.init_distributed("gloo", verbose=False)
     return deepspeed
