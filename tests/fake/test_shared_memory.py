@@ -132,9 +132,9 @@ def test_writing_reaches_the_engine_and_is_its_next_version(engine: FakeEngine, 
         raise AssertionError("the body must not run")
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (4096, 0), (0, 4096)])
 @pytest.mark.parametrize("is_in_engine", [True, False])
-def test_a_parameter_without_elements_is_attached(is_in_engine: bool):
-    shape = 3, 0
+def test_a_parameter_without_elements_is_attached(is_in_engine: bool, shape: tuple[int, int]):
     engine_model = host(1)
     if is_in_engine:
         for each in (engine_model.live, engine_model.pristine()):

@@ -237,12 +237,8 @@ def _views(
             f"the engine holds {len(twice)} tensors more than once, such as {twice[0]}, and a parameter can share one "
             'memory alone; use transport="ipc"'
         )
-    copies = [
-        LoadCopy(
-            p.meta.name, p.box, str(storage_of(p.tensor)), int(p.tensor.storage_offset()), tuple(p.tensor.stride())
-        )
-        for p in shards
-    ]
+    held = [(p.meta.name, p.box, p.tensor) for p in shards]
+    copies = [LoadCopy(n, box, str(storage_of(t)), int(t.storage_offset()), tuple(t.stride())) for n, box, t in held]
     try:
         steps = copy_ops(copies, [locations])
     except PlacementError as error:
@@ -264,7 +260,7 @@ def _views(
     for slot in slots:
         steps, shape = of_tensor.get(storage_of(slot.local), []), tuple(slot.local.shape)
         if 0 in shape:  # without elements, a view of any memory will do
-            found[storage_of(slot.local)] = locations[0].storage, dtype_name(slot.local), (0, shape, shape)
+            found[storage_of(slot.local)] = locations[0].storage, dtype_name(slot.local), (0, shape, (0,) * len(shape))
             continue
         if sum(prod(step.size) for step in steps) != slot.local.numel() or not slot.local.is_contiguous():
             if isinstance(slot.tensor, nn.Parameter):
