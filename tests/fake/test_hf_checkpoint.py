@@ -221,6 +221,26 @@ def test_a_part_of_a_joined_tensor_is_not_excluded_alone():
     assert sent(model, exclude=(f"{at}.up_proj.weight", f"{at}.gate_proj.weight")).keys() == rest
 
 
+def test_an_excluded_tensor_of_another_form_keeps_no_other_from_a_push():
+    """It may be why transformers could not save the model."""
+    model, at = tiny_models.build("hrm-text", "A"), "model.L_module.layers.0.mlp"
+    both = f"{at}.up_proj.weight", f"{at}.gate_proj.weight"
+    expected = sent(model, exclude=both).keys()
+    up: Any = model.get_submodule(f"{at}.up_proj")
+    up.weight = nn.Parameter(up.weight.detach().float())
+    with pytest.raises(UnsupportedError, match=f"without {both[0]}.* exclude .*, all of its parts, or none"):
+        sent(model, exclude=both[:1])
+    up.weight = nn.Parameter(torch.zeros(4, 7))
+    assert sent(model, exclude=both).keys() == expected
+
+    experts = "model.layers.0.mlp.experts"
+    moe: Any = tiny_models.build("qwen3-moe", "A")
+    expected = sent(moe, exclude=(f"{experts}.gate_up_proj",)).keys()
+    packed = nn.Parameter(torch.zeros(5, 1, dtype=torch.uint8), requires_grad=False)
+    moe.model.layers[0].mlp.experts.gate_up_proj = packed
+    assert sent(moe, exclude=(f"{experts}.gate_up_proj",)).keys() == expected
+
+
 def sharded_stacks(rank: int, folder: str) -> None:
     """Two ranks, each with a part of every tensor that the checkpoint has with others in one."""
     found = rebuilt(fully_shard(tiny_models.build("hrm-text", "A")))

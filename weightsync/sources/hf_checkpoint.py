@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
@@ -131,7 +132,7 @@ def saved_form(
     from transformers is saved unchanged. Raises one `UnsupportedError` for all tensors with values that a save
     computes, or for all excluded parts of a larger tensor.
     """
-    found = _saved(unwrapped(model), [*tensors, *excluded])
+    found, without = _saved(unwrapped(model), tensors), dict[str, str]()
     if lost := [meta.name for meta in tensors if meta.name not in found]:
         lines = "".join(f"\n  {name}" for name in lost)
         raise UnsupportedError(
@@ -140,13 +141,16 @@ def saved_form(
             tensors=dict.fromkeys(lost, "computed when it is saved"),
         )
     kept = [found[meta.name].without(selection.excludes) for meta in tensors]
-    without = {part.name: meta.name for meta in excluded if meta.name in found for part in found[meta.name].metas}
+    with suppress(UnsupportedError):  # transformers may be unable to save them: then they are in no tensor
+        # Not with `tensors`: an excluded one of another shape or dtype would keep these from being saved.
+        rest = _saved(unwrapped(model), excluded)
+        without = {part.name: name for name, parts in rest.items() for part in parts.metas}
     cut = {meta.name: without[meta.name] for parts in kept if without for meta in parts.metas if meta.name in without}
     if cut:
         name, part = next(iter(cut.items()))
         raise UnsupportedError(
             f"TensorSelection.exclude leaves {len(cut)} tensors without a part, such as {name} without {part}. A "
-            f"checkpoint has the parts in one tensor: exclude {name}, or none of its parts",
+            f"checkpoint has the parts in one tensor: exclude {name}, all of its parts, or none of them",
             tensors={name: f"excluded in part, as {part}" for name, part in cut.items()},
         )
     return kept
