@@ -343,6 +343,21 @@ def test_a_push_that_is_refused_after_its_preparation_leaves_no_files(
     assert_equal(read(tmp_path / "version-00000002"), checkpoint(4))
 
 
+def test_engines_generate_while_a_refused_push_removes_its_files(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pusher = Pusher(engine, tmp_path)
+    ends = list[str]()
+    with pusher.sync:
+        pusher.push(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(FilesTransport, "begin_send", mock.Mock(side_effect=ConfigError("refused")))
+            patch.setattr(FilesTransport, "withdraw", lambda _: ends.append(engine.log[-1]))
+            with pytest.raises(ConfigError, match="refused"):
+                pusher.push(3)
+    assert ends == ["resume"]
+
+
 def test_a_catch_up_without_engines_leaves_no_files(engine: FakeEngine, tmp_path: Path):
     with closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as other:
         pusher = Pusher([engine, other], tmp_path)

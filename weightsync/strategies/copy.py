@@ -248,9 +248,10 @@ class CopyWeights(FleetStrategy):
         return self._fleet is not None and not self._is_touched
 
     def withdraw(self) -> bool:
+        is_as_before = super().withdraw()  # removing files takes long, and engines generate meanwhile
         for session in self._sessions.negotiated:
             session.transport.withdraw()
-        return super().withdraw()
+        return is_as_before
 
     def reset(self, error: WeightSyncError) -> None:
         super().reset(error)
