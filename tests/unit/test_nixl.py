@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -254,6 +255,20 @@ def test_closed_agent_does_not_wait_for_ever(agents: tuple[Agent, Agent], monkey
     agent._agent, agent._reads = stalled, [7, 8]
     agent.close()
     eventually(lambda: released == [7, 8])
+
+
+def test_agent_is_closed_when_no_thread_starts(agents: tuple[Agent, Agent], monkeypatch: pytest.MonkeyPatch):
+    """As at the exit of the interpreter."""
+    agent, _ = agents
+    slot = torch.ones(4096, dtype=torch.uint8)
+    agent.register([slot])
+    slots, released = agent.slots, list[int]()
+    ended = SimpleNamespace(getXferStatus=lambda _: agent._nixl.NIXL_SUCCESS, releaseXferReq=released.append)
+    agent._agent, agent._reads = ended, [7]
+    monkeypatch.setattr(nixl_agent, "submit", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    agent.close()
+    assert released == [7]
+    assert not slots
 
 
 def test_contact_does_not_open_memory(agents: tuple[Agent, Agent]):

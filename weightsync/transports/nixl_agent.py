@@ -132,8 +132,9 @@ class Agent:
                 if kept:
                     gpu = gpu_of(kept[0])
                     rows = [(slot.data_ptr(), slot.nbytes, gpu or 0, "") for slot in kept]
-                    self._registered = self._nixl.nixlRegDList(self._kind(gpu), rows)
-                    self._agent.registerMem(self._registered, [])
+                    registered = self._nixl.nixlRegDList(self._kind(gpu), rows)
+                    self._agent.registerMem(registered, [])
+                    self._registered = registered
                 self.slots = [*slots]
         except PeerError as error:
             nbytes, device = sum(slot.nbytes for slot in kept), kept[0].device
@@ -237,10 +238,11 @@ class Agent:
             agent = None
             slots.clear()  # after the agent, whose thread may be answering a read of them
 
-        if reads:  # NIXL cannot cancel them. Over TCP, UCX may end the process that is read if its reader leaves.
-            submit("nixl", end)
-        else:
-            end()
+        with suppress(RuntimeError):  # no thread starts, as at the exit of the interpreter
+            if reads:  # NIXL cannot cancel them. Over TCP, UCX may end the process that is read if its reader leaves.
+                submit("nixl", end)
+                return
+        end()
 
     @contextmanager
     def _calls(self, what: str) -> Iterator[None]:
