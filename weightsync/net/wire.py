@@ -324,8 +324,8 @@ def encode(message: Message) -> bytes:
     body = _written(message, name)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(
-            f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit. It lists all ranks' shards of "
-            "each tensor: shard over fewer ranks, push from one replica's, WeightSync(ranks=...), or raise max_bytes"
+            f"a {name} of {len(body)} bytes is over the {MAX_FRAME_BYTES} byte limit. A plan lists all ranks' "
+            "shards: shard over fewer ranks, push from one replica with WeightSync(ranks=...), or raise max_bytes"
         )
     return _LENGTH.pack(len(body)) + body
 
