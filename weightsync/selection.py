@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.errors import ConfigError
-from weightsync.planning.layout import itemsize
+from weightsync.planning.layout import Manifest, itemsize
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +84,9 @@ class TensorSelection:
         if given := [name for name in names if getattr(self, name) != getattr(unset, name)]:
             raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {where}; leave it out")
 
-    def warn_of_idle(self, names: Sequence[str]) -> None:
+    def warn_of_idle(self, manifest: Manifest) -> None:
         """Warn of patterns of `frozen` and `dtypes` without a match in the names. Most are typing errors."""
+        names = (*manifest.names, *dict(manifest.tied))
         if idle := [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]:
             text = "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s"
             logger.warning(text, ", ".join(idle), names[0])

@@ -165,6 +165,13 @@ def test_a_pattern_that_matches_nothing_is_told_of_a_save(tmp_path: Path, caplog
     assert "patterns that match no tensor: wait; the trainer's tensors have names such as weight" in caplog.text
 
 
+def test_a_pattern_of_a_tied_tensors_other_name_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    save(model, tmp_path / "saved", selection=TensorSelection(dtypes={"1.*": "bfloat16", "*": "bfloat16"}))
+    assert "match no tensor" not in caplog.text
+
+
 def test_two_tensors_of_one_name_are_refused(engine: RecordedEngine) -> None:
     selection = TensorSelection(rename={r"\d+": "0"})
     with (

@@ -117,7 +117,7 @@ def save_tensors(
             by_name = grouped(mine, lambda pair: pair[0].name)
         with update.timeline.during("save"):
             if ranks.rank == 0:
-                selection.warn_of_idle(manifest.names)
+                selection.warn_of_idle(manifest)
                 found = files_beside(with_configs(model, *beside), manifest)
                 with shard_files.placement_errors(f"cannot make {target.parent}"):
                     shard_files.make_folder(target.parent)

@@ -82,10 +82,8 @@ class FsdpSource(ModuleSource):
         if not isinstance(tensor, DTensor):
             return read_whole(tensor)
         local = readable(tensor.to_local())
-        shape = tuple(tensor.shape)
-        return LocalParam(
-            shape, dtype_name(local), memory_of(local, shape), _sharded_parts(tensor, local), trains(tensor)
-        )
+        shape, parts = tuple(tensor.shape), _sharded_parts(tensor, local)
+        return LocalParam(shape, dtype_name(local), memory_of(local, shape), parts, trains(tensor))
 
     def whole(self, tensors: Sequence[torch.Tensor], barrier: Barrier) -> dict[torch.Tensor, torch.Tensor]:
         if any(isinstance(each, DTensor) for each in tensors):

@@ -47,7 +47,7 @@ def compile_plan(
     """
     check_roles(fleet.handles, options.pause, options.rolling)
     manifest = merge_manifests(manifests(own, everyone))
-    options.selection.warn_of_idle(manifest.names)
+    options.selection.warn_of_idle(manifest)
     together = _quantized(manifest, options)
     plans = fleet.plan(manifest, options.selection.keep, transport.name, invitations)
     distinct = [*{id(plan): plan for plan in plans}.values()]

@@ -290,9 +290,8 @@ class _Reader:
     def loaded(self, number: int) -> None:
         """Note that the loading of a chunk is queued on the current stream."""
         device = self._slots[0].device
-        self._loads[number % SLOTS] = (
-            torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        )
+        loaded = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._loads[number % SLOTS] = loaded
         self._read.remove(number)
 
     def join(self) -> None:
