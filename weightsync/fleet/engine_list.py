@@ -54,9 +54,7 @@ class EngineList:
             self._known, self._count = [], 0
 
     def __repr__(self) -> str:
-        engines = (
-            self.given if self._read is not None else [public_name(one) or type(one).__name__ for one in self.all()]
-        )
+        engines = [public_name(one) or type(one).__name__ for one in self.all()] if self._read is None else self.given
         return f"EngineList({engines!r})"
 
     def add(self, engine: object) -> None:

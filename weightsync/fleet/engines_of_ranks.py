@@ -188,9 +188,8 @@ class RankEngine(CalledEngine):
 
     def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         answer = self._calls.send(self._number, method, args, self.name)
-        return wait(
-            answer, method, (timeout_s or self._timeout_s) + timeouts.OTHER_RANK_GRACE_S, self.name, lambda: False
-        )
+        patience_s = (timeout_s or self._timeout_s) + timeouts.OTHER_RANK_GRACE_S
+        return wait(answer, method, patience_s, self.name, lambda: False)
 
 
 _METHODS = {"is_alive", "is_paused", *(name for name in vars(CalledEngine) if not name.startswith("_"))}

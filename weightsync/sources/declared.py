@@ -87,9 +87,8 @@ def local_shards(source: Any, rank: int, selection: TensorSelection) -> Reading:
             except UnsupportedError as error:
                 raise _misfit(name, error.message, meta) from error
             shards += [TensorShard(meta, box, view) for box, view in parts]
-    return Reading(
-        Manifest(tuple(meta for meta in map(_meta_of, entries) if not selection.excludes(meta.name))), shards
-    )
+    metas = (meta for meta in map(_meta_of, entries) if not selection.excludes(meta.name))
+    return Reading(Manifest(tuple(metas)), shards)
 
 
 def _entries(source: Any) -> list[Any]:

@@ -228,5 +228,6 @@ def warn_of_kept(plans: Sequence[LoadPlan]) -> None:
         logger.warning(
             "%d parameters of the engine's drafter keep their values, such as %s: the trainer has no tensors for "
             "them. The engine may accept fewer drafted tokens",
-            *(len(kept), kept[0]),
+            len(kept),
+            kept[0],
         )

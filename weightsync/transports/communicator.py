@@ -153,7 +153,6 @@ class ThreadWork:
 
     def __init__(self, parts: int) -> None:
         self.done = threading.Event()
-        self.is_completed = self.done.is_set
         self._lock, self._left, self._error = threading.Lock(), parts, ""
         if not parts:
             self.done.set()
@@ -171,6 +170,9 @@ class ThreadWork:
             self._error = self._error or problem
             if self._error or not self._left:
                 self.done.set()
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
 
     def wait(self) -> None:
         """Raise `RuntimeError` if a part has failed."""

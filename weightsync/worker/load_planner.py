@@ -309,7 +309,9 @@ def _load_paths(groups: Sequence[ModuleGroup], computed: set[ModuleGroup]) -> di
     def path(group: ModuleGroup) -> str:
         if group in computed:
             return NATIVE_LOADER
-        return FUSED_QUANTIZE if group.all_recipes else IN_PLACE if group.in_place else RELOAD
+        if group.all_recipes:
+            return FUSED_QUANTIZE
+        return IN_PLACE if group.in_place else RELOAD
 
     return {group: path(group) for group in groups}
 
