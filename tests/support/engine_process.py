@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -63,11 +64,26 @@ class EngineProcess:
         self._client.call("GET", "/trim")
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal. After SIGSTOP no thread of the process runs any more."""
         self.process.send_signal(number)
+        while number == signal.SIGSTOP and not all(map(_is_stopped, self._threads())):
+            time.sleep(0.001)
+
+    def _threads(self) -> list[str]:
+        found = []
+        for path in Path("/proc").glob(f"{self.process.pid}/task/*/stat"):
+            with suppress(OSError):  # the thread has ended
+                found.append(path.read_text())
+        return found
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def _is_stopped(stat: str) -> bool:
+    """Return whether a thread of this `stat` is stopped or has ended."""
+    return stat.rpartition(")")[2].split()[0] in "TZX"
 
 
 def fingerprint(module: nn.Module) -> str:
