@@ -45,7 +45,7 @@ def files_beside(things: Iterable[Any], manifest: Manifest) -> dict[str, bytes]:
                 "the config names no class, and an engine cannot start without one: set config.architectures = "
                 "[type(model).__name__]"
             )
-        _check_output_layer(config, manifest)
+        _settle_output_layer(config, manifest)
         if (dtype := _dtype_of_weights(manifest)) is not None:
             _set_dtype(config, dtype)
         found[_CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
@@ -75,11 +75,11 @@ def _is_head(pair: tuple[str, str]) -> bool:
     return _HEAD.fullmatch(pair[0]) is not None and not _LIKE_HEAD.fullmatch(pair[1])
 
 
-def _check_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
-    """Raise `ConfigError` for a tied output layer, absent from the files, under a config without the tie.
+def _settle_output_layer(config: dict[str, Any], manifest: Manifest) -> None:
+    """Untie a config whose files have an output layer of its own, such as a copy by PEFT's `modules_to_save`.
 
-    Untie the config if the files have an output layer of its own, as a copy by PEFT's `modules_to_save`. Older vLLM
-    would load the embedding in its place.
+    Older vLLM would load the embedding in its place. Raises `ConfigError` for a tied output layer, absent from the
+    files, under a config without the tie.
     """
     pairs = list(filter(_is_head, manifest.tied))
     if pairs and config.get(_TIE) is not True and not _ties(config):
