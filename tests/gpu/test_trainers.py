@@ -1,4 +1,4 @@
-"""Pushed equals cold from each kind of trainer: two ranks on two GPUs, into an engine of two workers on the same GPUs."""
+"""Pushed equals cold from each kind of trainer: two ranks on two GPUs, into an engine of two workers on these GPUs."""
 
 from __future__ import annotations
 
