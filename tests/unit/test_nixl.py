@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -269,6 +270,29 @@ def test_agent_is_closed_when_no_thread_starts(agents: tuple[Agent, Agent], monk
     agent.close()
     assert released == [7]
     assert not slots
+
+
+@pytest.mark.parametrize("reads", [[], [7]])
+def test_closed_agent_lets_a_gpu_go_in_the_context_of_the_gpu(monkeypatch: pytest.MonkeyPatch, reads: list[int]):
+    """A thread that has made no choice is on GPU 0, and the thread of `close` stays on its own."""
+    gpus, calls = [0], list[tuple[str, int]]()
+    context = mock.MagicMock()
+    context.__enter__.side_effect = lambda *_: gpus.append(3)
+    context.__exit__.side_effect = lambda *_: gpus.pop() == 0
+    monkeypatch.setattr(torch.cuda, "device_of", lambda slot: context if slot.is_cuda else nullcontext())
+    agent = object.__new__(Agent)
+    agent._lock, agent._nixl, agent._reads, agent._registered = threading.Lock(), SimpleNamespace(), reads, object()
+    agent._nixl.NIXL_IN_PROG = 1
+    agent.slots = [SimpleNamespace(is_cuda=True)]  # type: ignore[list-item]
+    agent._agent = SimpleNamespace(
+        getXferStatus=lambda _: 0,
+        releaseXferReq=lambda _: calls.append(("release", gpus[-1])),
+        deregisterMem=lambda *_: calls.append(("deregister", gpus[-1])),
+    )
+    agent.close()
+    eventually(lambda: calls[-1:] == [("deregister", 3)])
+    assert calls == [*[("release", 3)] * len(reads), ("deregister", 3)]
+    eventually(lambda: gpus == [0])
 
 
 def test_contact_does_not_open_memory(agents: tuple[Agent, Agent]):

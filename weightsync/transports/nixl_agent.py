@@ -228,12 +228,13 @@ class Agent:
         def end() -> None:
             nonlocal agent
             until = time.monotonic() + timeouts.FAREWELL_S
+            gpu = torch.cuda.device_of(slots[0] if slots else torch.empty(0))  # NIXL needs its context
             for read in reads:
-                with suppress(Exception):
+                with suppress(Exception), gpu:
                     while agent.getXferStatus(read) == self._nixl.NIXL_IN_PROG and time.monotonic() < until:
                         time.sleep(timeouts.READ_POLL_S)
                     agent.releaseXferReq(read)
-            with suppress(Exception):
+            with suppress(Exception), gpu:
                 agent.deregisterMem(registered, [])
             agent = None
             slots.clear()  # after the agent, whose thread may be answering a read of them
