@@ -88,9 +88,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class _Copies(Aliases):
     """A mode that returns a tensor as its own lossless copy."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._to_copy.default:
             dtype = (kwargs or {}).get("dtype") or args[0].dtype
             if torch.promote_types(args[0].dtype, dtype) == dtype:

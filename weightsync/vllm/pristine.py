@@ -41,9 +41,7 @@ class _IndicesOn(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         dtype: torch.dtype | None = kwargs.get("dtype")
         computed = func in (torch.full, torch.arange) and dtype is not None and not dtype.is_floating_point
@@ -57,9 +55,7 @@ class _WeightsOnMeta(TorchFunctionMode):
 
     _ALLOCATE = (torch.empty, torch.empty_strided, torch.zeros, torch.ones)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return func(*args, **({**kwargs, "device": "meta"} if func in self._ALLOCATE else kwargs))
 

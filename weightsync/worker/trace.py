@@ -293,9 +293,7 @@ class _Recorder(TorchDispatchMode):
         self._read: dict[int, str] = {}  # the parameter behind an intermediate value
         self._casts: dict[int, TensorMeta] = {}  # whole tensors in another dtype
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = [(tensor, self._written_parameter(tensor)) for tensor in _written(func, args, kwargs)]
         params = [(tensor, param) for tensor, param in written if param is not None]
