@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from weightsync.net import timeouts
+from weightsync.worker import session
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +49,14 @@ ORDERS = [
 def test_waits_end_in_this_order(names: list[str]):
     values = [getattr(timeouts, name) for name in names]
     assert all(one < other for one, other in pairwise(values))
+
+
+def test_thread_of_a_collected_engine_ends_whatever_the_pause_between_pings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timeouts, "WORKER_LEASE_LOOK_S", 3600.0)
+    monkeypatch.setattr(timeouts, "ENGINE_USE_LOOK_S", 0.25)
+    connection = mock.Mock(**{"has_ended.return_value": False})
+    session._await_end(connection, mock.Mock(side_effect=[print, None, None]))
+    assert connection.has_ended.mock_calls == [mock.call(0.25), mock.call(0.25)]
 
 
 def test_the_kernel_gives_a_lost_host_up_when_we_do():

@@ -71,10 +71,9 @@ RANK_DEATH_S = 0.2
 LEASE_LOOK_S = 0.5
 """Pause between two reads by a trainer for a worker's `Ping`."""
 WORKER_LEASE_LOOK_S = 0.5
-"""Pause between two reads by a worker for the trainer's `Ping`, while the worker runs the plan.
-
-Otherwise the pause between two checks whether an engine in the trainer's process is still in use.
-"""
+"""Pause between two reads by a worker for the trainer's `Ping`, while the worker runs the plan."""
+ENGINE_USE_LOOK_S = 0.5
+"""Pause between two checks whether an engine in the trainer's process is still in use."""
 HOLDER_ANSWER_S = 10.0
 """Longest time for an engine's trainer to answer a `Ping`, when another trainer asks for the engine."""
 HEALTH_LOOK_S = 1.0

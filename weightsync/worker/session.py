@@ -404,7 +404,7 @@ def _pong_s(trainer: wire.InitInfo) -> float:
 
 def _await_end(connection: Connection, let_go: weakref.WeakMethod[Callable[[Connection], None]]) -> None:
     """Call `let_go` when one end of a connection has hung up. Return if its object is collected before."""
-    while not connection.has_ended(timeouts.WORKER_LEASE_LOOK_S) and let_go() is not None:
+    while not connection.has_ended(timeouts.ENGINE_USE_LOOK_S) and let_go() is not None:
         pass
     if (call := let_go()) is not None:
         call(connection)
