@@ -241,6 +241,49 @@ def test_an_excluded_tensor_of_another_form_keeps_no_other_from_a_push():
     assert sent(moe, exclude=(f"{experts}.gate_up_proj",)).keys() == expected
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        nn.Parameter(torch.zeros(4, 7).to_sparse()),
+        nn.UninitializedParameter(),
+        nn.Parameter(torch.empty(4, 7, device="meta")),
+        nn.Parameter(torch.zeros(())),
+    ],
+    ids=["sparse", "lazy", "meta", "scalar"],
+)
+def test_a_part_of_any_form_is_not_excluded_alone(part: nn.Parameter):
+    """Neither its reader nor transformers need know its shape."""
+    model, at = tiny_models.build("hrm-text", "A"), "model.L_module.layers.0.mlp"
+    both = f"{at}.up_proj.weight", f"{at}.gate_proj.weight"
+    expected = sent(model, exclude=both).keys()
+    up: Any = model.get_submodule(f"{at}.up_proj")
+    up.weight = part
+    with pytest.raises(UnsupportedError, match=f"such as {at}.gate_up_proj.weight without {both[0]}"):
+        sent(model, exclude=(*both[:1], "*norm*"))
+    assert sent(model, exclude=both).keys() == expected
+    assert sent(model, exclude=(*both[:1], f"{at}.gate_up_proj.weight")).keys() == expected
+
+
+def test_a_part_that_is_computed_when_it_is_saved_is_not_excluded_alone():
+    """Here transformers doubles the first part, and joins it with the other."""
+    model = odd(WeightConverter("joined", ["one", "other"], [Concatenate(0).reverse_op, DoubledFirst()]), RENAMED)
+    with pytest.raises(UnsupportedError, match="such as joined without one"):
+        sent(model, exclude=("one",))
+    assert list(sent(model, exclude=("one", "other"))) == ["turned", "norm_old"]
+
+
+def test_excluded_tensors_are_not_converted(monkeypatch: pytest.MonkeyPatch):
+    given: list[set[str]] = []
+
+    def revert(built: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given.append({*state})
+        return revert_weight_conversion(built, state)
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", revert)
+    sent(tiny_models.build("hrm-text", "A"), exclude=("*embed*",))
+    assert [any("embed" in name for name in names) for names in given] == [False]
+
+
 def sharded_stacks(rank: int, folder: str) -> None:
     """Two ranks, each with a part of every tensor that the checkpoint has with others in one."""
     found = rebuilt(fully_shard(tiny_models.build("hrm-text", "A")))
@@ -394,6 +437,11 @@ class Doubled(ConversionOps):
 class DoubledInPlace(Doubled):
     def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return {name: [tensor[0].mul_(2)] for name, tensor in input_dict.items()}
+
+
+class DoubledFirst(Doubled):
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {name: [2 * each[0]] if name == "one" else each for name, each in input_dict.items()}
 
 
 def test_what_a_checkpoint_has_in_another_form_than_a_view_is_refused():

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
@@ -124,15 +123,16 @@ def each_once(names: Sequence[str], saved: Sequence[SavedParts]) -> EachOnce:
 
 
 def saved_form(
-    model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection, excluded: Sequence[TensorMeta] = ()
+    model: nn.Module, tensors: Sequence[TensorMeta], selection: TensorSelection, excluded: Sequence[str] = ()
 ) -> list[SavedParts]:
     """Return, for each of the model's `tensors`, its parts in the checkpoint, without excluded ones.
 
-    `tensors` have the names that `walk` gives them. `excluded` are the model's excluded tensors. A model that is not
+    `tensors` have the names that `walk` gives them. `excluded` names the model's excluded tensors. A model that is not
     from transformers is saved unchanged. Raises one `UnsupportedError` for all tensors with values that a save
     computes, or for all excluded parts of a larger tensor.
     """
-    found, without = _saved(unwrapped(model), tensors), dict[str, str]()
+    built = _as_transformers_has_it(unwrapped(model)) if tensors else None
+    found = _saved(built, tensors)
     if lost := [meta.name for meta in tensors if meta.name not in found]:
         lines = "".join(f"\n  {name}" for name in lost)
         raise UnsupportedError(
@@ -140,58 +140,67 @@ def saved_form(
             f"must not travel in TensorSelection.exclude:{lines}",
             tensors=dict.fromkeys(lost, "computed when it is saved"),
         )
-    kept = [found[meta.name].without(selection.excludes) for meta in tensors]
-    with suppress(UnsupportedError):  # transformers may be unable to save them: then they are in no tensor
-        # Not with `tensors`: an excluded one of another shape or dtype would keep these from being saved.
-        rest = _saved(unwrapped(model), excluded)
-        without = {part.name: name for name, parts in rest.items() for part in parts.metas}
-    cut = {meta.name: without[meta.name] for parts in kept if without for meta in parts.metas if meta.name in without}
-    if cut:
+    kept = {meta.name: found[meta.name].without(selection.excludes) for meta in tensors}
+    if built is not None and excluded and (cut := _cut(built, kept, excluded)):
         name, part = next(iter(cut.items()))
         raise UnsupportedError(
             f"TensorSelection.exclude leaves {len(cut)} tensors without a part, such as {name} without {part}. A "
             f"checkpoint has the parts in one tensor: exclude {name}, all of its parts, or none of them",
             tensors={name: f"excluded in part, as {part}" for name, part in cut.items()},
         )
-    return kept
+    return [*kept.values()]
 
 
-def _saved(model: nn.Module, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
-    convert = _conversion(model) if tensors else None
-    if convert is None:
+def _cut(built: Any, kept: Mapping[str, SavedParts], excluded: Sequence[str]) -> dict[str, str]:
+    """Return an excluded part of each of the checkpoint's tensors that would lack it, by the tensor's name.
+
+    Names tell: transformers may be unable to save an excluded tensor, and its shape may be unknown.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if (loaded := getattr(built, "_weight_conversions", None)) is None:
+        loaded = get_model_conversion_mapping(built, add_legacy=False)
+    converters = [each.reverse_transform() for each in reversed(loaded) if hasattr(each, "operations")]
+
+    def together(name: str) -> str:
+        """Return the name that transformers gives to all tensors of one conversion."""
+        renamed = (each.rename_source_key(name) for each in converters)
+        return next((common for common, pattern in renamed if pattern is not None), name)
+
+    without = {together(name): name for name in excluded}
+    lacking = {name: without[common] for name in kept if (common := together(name)) in without}
+    return {meta.name: part for name, part in lacking.items() for meta in kept[name].metas}
+
+
+def _saved(built: Any, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
+    if built is None:
         whole = ((meta, Box.full(meta.shape), tuple(range(len(meta.shape)))) for meta in tensors)
         return {meta.name: SavedParts((meta,), (SavedRegion(box, dims, box),)) for meta, box, dims in whole}
-    return _repeat(convert, tensors) or _follow(convert, tensors)
+    return _repeat(built, tensors) or _follow(built, tensors)
 
 
-_Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""A function from the tensors of a model to the tensors of its checkpoint."""
-
-
-def _conversion(model: nn.Module) -> _Convert | None:
-    """Return the conversion of `save_pretrained`. None: the model is saved unchanged."""
-    if "transformers" not in sys.modules:
-        return None
+def _as_transformers_has_it(model: nn.Module) -> Any:
+    """Return the model with transformers' own classes and conversions. None: the model is saved unchanged."""
+    if "transformers.core_model_loading" not in sys.modules:
+        return None  # in transformers 4, models have the tensors of their checkpoints
     from transformers import PreTrainedModel
 
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return None  # transformers 4: models have the tensors of their checkpoints
     if not isinstance(model, PreTrainedModel):
         return None
     built = as_built(model)
     _forget_quantiser(built)
+    return built
 
-    def convert(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        try:
-            return dict(revert_weight_conversion(built, state))
-        except Exception as error:
-            raise UnsupportedError(
-                f"cannot follow how transformers saves a {type(model).__name__} ({type(error).__name__}: {error})"
-            ) from error
 
-    return convert
+def _convert(built: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        return dict(revert_weight_conversion(built, state))
+    except Exception as error:
+        raise UnsupportedError(
+            f"cannot follow how transformers saves a {type(built).__name__} ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _forget_quantiser(model: Any) -> None:
@@ -213,7 +222,7 @@ def _is_of_prefix(conversion: Any) -> bool:
     return type(conversion).__name__ == "PrefixChange"
 
 
-def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:
+def _repeat(built: Any, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:
     """Follow three of all layers with equal tensors, and return the first's parts for each of them.
 
     Following all layers of a mixture of experts takes long. Return None if there are no such layers, or if the examples
@@ -222,7 +231,7 @@ def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, Saved
     groups = [each for each in alike_layers(tensors) if each.others]
     repeated = set().union(*(each.names(each.others) for each in groups))
     try:
-        found = _follow(convert, [meta for meta in tensors if meta.name not in repeated]) if repeated else {}
+        found = _follow(built, [meta for meta in tensors if meta.name not in repeated]) if repeated else {}
     except UnsupportedError:
         return None
     for group in groups:
@@ -236,14 +245,12 @@ def _repeat(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, Saved
     return found
 
 
-def _follow(convert: _Convert, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
+def _follow(built: Any, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts]:
     """Convert tensors without storage. Return the parts of each tensor saved whole."""
     with Aliases() as aliases:
         state = {meta.name: torch.empty(meta.shape, dtype=torch.uint8, device="meta") for meta in tensors}
-        written = convert(dict(state))
-    by_storage = {storage_of(state[meta.name]): meta for meta in tensors}
-    for storage in aliases.changed:
-        by_storage.pop(storage, None)
+        written = _convert(built, dict(state))
+    by_storage = {at: meta for meta in tensors if (at := storage_of(state[meta.name])) not in aliases.changed}
     found: dict[str, list[tuple[TensorMeta, SavedRegion]]] = {meta.name: [] for meta in tensors}
     for name, tensor in written.items():
         parts: list[tuple[TensorMeta, SavedRegion]] = []
@@ -274,9 +281,7 @@ class Aliases(TorchDispatchMode):
         self.changed: set[int] = set()
         self._joined: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, Box]]]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
         if func is aten.clone.default:
             return args[0]

@@ -173,19 +173,16 @@ class ModuleSource(LocalSource):
         return list(zip(held.values(), saved, strict=True)), ties
 
     @torch.no_grad()
-    def _tensors(
-        self, model: nn.Module, on_meta: bool
-    ) -> tuple[dict[str, LocalParam], dict[str, str], list[TensorMeta]]:
+    def _tensors(self, model: nn.Module, on_meta: bool) -> tuple[dict[str, LocalParam], dict[str, str], list[str]]:
         """Return this rank's part of each of the model's tensors, tied ones under their first names.
 
-        The second result has the first name of each tied tensor by its other names. The third has the excluded tensors
-        that can be read.
+        The second result has the first name of each tied tensor by its other names. The third has the excluded names.
         """
         found: dict[str, LocalParam] = {}
         first: dict[Hashable, str] = {}
         others: dict[str, str] = {}
         refused: dict[str, str] = {}
-        excluded: list[TensorMeta] = []
+        excluded: list[str] = []
         adapters = adapters_of(model)
         self._wrapped = bool(adapters)
         packed = packed_weights(model)
@@ -194,15 +191,14 @@ class ModuleSource(LocalSource):
         hooks = [hook for module in modules(model) for hook in hooks_of(module)]
         for name, read in self.readers(model):
             absent.discard(name)
-            is_excluded = self.selection.excludes(name)
+            if self.selection.excludes(name):
+                excluded.append(name)
+                continue
             try:
                 held = read()
-                if is_excluded:
-                    excluded.append(TensorMeta(name, held.shape, held.dtype))
-                    continue
                 held = self._adapted(name, unpacked(held, packed[name]) if name in packed else held, adapters)
             except UnsupportedError as error:
-                refused |= {} if is_excluded else {name: error.message}
+                refused[name] = error.message
                 continue
             there[name] = held.identity, held.shape, getattr(torch, held.dtype)
             if any(part.is_meta for _, part in held.parts) and not on_meta:
