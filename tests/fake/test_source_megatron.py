@@ -397,7 +397,7 @@ def test_an_export_gives_one_bucket_after_the_other() -> None:
 
     bridge.tensors = [("a", a), ("b", b)]
     source.read(model)
-    with pytest.raises(ManifestError, match="ended without c"):
+    with pytest.raises(ManifestError, match="gives nothing more, expected c"):
         source.gather(["a", "c"], no_barrier)
     bridge.tensors = [("a", a), ("b", b.t())]
     source.read(model)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -148,6 +149,42 @@ def test_a_dict_that_differs_is_negotiated_anew() -> None:
             sync.push(short)
         assert serves(engine, 3)
         assert not is_poisoned(engine)
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "source", "source of shards"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"b": torch.zeros(3)}, r"gives b as \(3,\) float32, expected b as \(2,\) float32"),
+        ({"b": None}, r"gives nothing more, expected b as \(2,\) float32"),
+        ({"c": torch.zeros(2)}, r"gives c as \(2,\) float32, expected nothing more"),
+        ({}, ""),
+    ],
+)
+def test_all_at_once_must_be_what_the_backend_was_told(kind: str, change: dict[str, Any], words: str) -> None:
+    told = {name: torch.zeros(2) for name in ("a", "b", "excluded")}
+    tensors = {name: tensor for name, tensor in (told | change).items() if tensor is not None}
+    metas = [
+        SimpleNamespace(name=name, shape=each.shape, dtype=each.dtype, owners=None, mesh_shape=None, placements=None)
+        for name, each in tensors.items()
+    ]
+    members: dict[str, Any] = {"metadata": metas, "iter_full": lambda _: iter(tensors.items())}
+    if kind == "source of shards":
+        members |= {"iter_local": members["iter_full"], "implements_iter_local": lambda _: True}
+    given = type("Given", (), members)() if kind.startswith("source") else KINDS[kind](tensors)
+    source = StreamBackend(told).open(TensorSelection(exclude=["excluded"]), None)
+    with pytest.raises(ManifestError, match=words) if words else nullcontext():
+        assert source.read(given).manifest.names == ("a", "b")
+
+
+@pytest.mark.parametrize("between", ["a list", "close"])
+def test_the_first_stream_binds_no_list_and_no_stream_behind_a_close(between: str) -> None:
+    source = StreamSource(TensorSelection())
+    assert source.read(lambda: [("a", torch.zeros(2))]).manifest.names == ("a",)
+    if between == "a list":
+        assert source.read([("b", torch.zeros(2))]).manifest.names == ("b",)
+    source.close()
+    assert source.read(lambda: [("c", torch.zeros(3))]).manifest.names == ("c",)
 
 
 def test_what_a_stream_raises_is_raised_by_push() -> None:

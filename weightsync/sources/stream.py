@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ class StreamBackend:
 
     Args:
         tensors: An object with `shape` and `dtype` for each name, in the stream's order, such as a tensor on the meta
-            device. None: learned from the first stream. That stream is read twice, or kept in CPU memory if it is an
-            iterator. Every rank gives the same.
+            device. Another tensor in a push is a `ManifestError`. None: learned from the first stream. That stream is
+            read twice, or kept in CPU memory if it is an iterator. Every rank gives the same.
     """
 
     tensors: Mapping[str, Any] | None = None
@@ -77,9 +78,7 @@ class StreamSource:
     values until it has been sent. Raises `ConfigError` for a selection without effect.
     """
 
-    def __init__(
-        self, selection: TensorSelection, tensors: Mapping[str, Any] | None = None, *, ranks: Any = None
-    ) -> None:
+    def __init__(self, selection: TensorSelection, tensors: Mapping[str, Any] | None = None, ranks: Any = None) -> None:
         selection.refuse("a stream, which gives its own tensors in each push", "frozen", "only_trained", "buffers")
         self.selection = selection
         self._ranks = ranks
@@ -102,7 +101,9 @@ class StreamSource:
     def read(self, model: Model) -> Reading:
         self._run = _Run()
         if has_shards(model):
-            return settled(local_shards(model, self._rank(), self.selection))
+            reading = settled(local_shards(model, self._rank(), self.selection))
+            self._know([*reading.manifest], ())
+            return reading
         if is_declared(model):
             known = [meta for meta in declared(model) if not self.selection.excludes(meta.name)]
             self._know(known, held_names(model, self._rank()))
@@ -133,12 +134,9 @@ class StreamSource:
         end = 1 + (max(self._places.get(name, -1) for name in names) if names else len(self._known))
         while run.at < end:
             arrival = next(run.coming, None)
+            self._check(None if arrival is None else arrival[0], run.at)
             if arrival is None:
-                if run.at < len(self._known):
-                    left = [meta.name for meta in self._known[run.at :]]
-                    raise ManifestError(f"the stream ended without {left[0]} of the first stream", missing=left)
                 return
-            self._check(arrival[0], run.at)
             run.at += 1
             if names and arrival[1] is not None and arrival[0].name in self._held:
                 run.arrived[arrival[0].name] = arrival[1]
@@ -158,32 +156,23 @@ class StreamSource:
     def _value(self, name: str) -> torch.Tensor:
         return self._run.arrived[name]
 
-    def _check(self, meta: TensorMeta, at: int) -> None:
-        """Raise `ManifestError` if tensor number `at` of the stream is not `meta`."""
-        expected = self._known[at] if at < len(self._known) else None
-        if meta != expected:
-            raise ManifestError(
-                f"the stream gives {_described(meta)}, expected "
-                f"{_described(expected) if expected is not None else 'its end'}. Give the same tensors in the same "
-                "order at each push, or make a new WeightSync",
-                mismatched={meta.name: f"{meta.shape} {meta.dtype}"},
-            )
+    def _check(self, meta: TensorMeta | None, at: int) -> None:
+        """Raise `ManifestError` if tensor number `at` of the stream is not `meta`. None: the stream has ended."""
+        _compare(meta, self._known[at] if at < len(self._known) else None)
 
     def _learn(self, model: Model) -> None:
         """Read the stream's names and shapes if they are unknown or may have changed."""
         is_listed = isinstance(model, (Mapping, Sequence, ItemsView))
         if self._reading is not None and not is_listed:
             return
-        known = [] if is_listed else self._given
+        known = {} if is_listed else {meta.name: meta for meta in self._given}
         if not known:
             # Reading an iterator for its names uses it up, on every rank alike.
             kept: deque[_Arrival] | None = deque() if isinstance(model, Iterator) else None
-            names: set[str] = set()
             for meta, tensor in self._pairs(model):
-                if meta.name in names:
+                if meta.name in known:
                     raise ManifestError(f"the stream gives {meta.name} twice", mismatched={meta.name: "given twice"})
-                names.add(meta.name)
-                known.append(meta)
+                known[meta.name] = meta
                 self._device = self._device or _device_of(tensor)
                 if kept is not None and tensor is not None and self._rank() == 0:
                     kept.append((meta, tensor.to("cpu", copy=True)))
@@ -191,13 +180,15 @@ class StreamSource:
                 logger.warning(
                     "the first push keeps %s of tensors in CPU memory: an iterator can be read once. Push a function "
                     "that returns an iterable, or describe the tensors in StreamBackend(tensors=...)",
-                    format_bytes(sum(meta.nbytes for meta in known)),
+                    format_bytes(sum(meta.nbytes for meta in known.values())),
                 )
             self._kept = kept
-        self._know(known, [meta.name for meta in known] if self._rank() == 0 else ())
+        self._know([*known.values()], [*known] if self._rank() == 0 else ())
 
     def _know(self, known: list[TensorMeta], held: Collection[str]) -> None:
         """Take the stream's tensors, and the names that this rank gives."""
+        for found, expected in zip_longest(known, self._given) if self._given else ():
+            _compare(found, expected)
         if known != self._known or held != self._held:
             self._known, self._held, self._reading = known, held, None
             self._places = {meta.name: at for at, meta in enumerate(known)}
@@ -251,5 +242,10 @@ def _all_of(kept: deque[_Arrival], coming: Iterable[_Arrival] = ()) -> Iterator[
     yield from coming
 
 
-def _described(meta: TensorMeta) -> str:
-    return f"{meta.name} as {meta.shape} {meta.dtype}"
+def _compare(found: TensorMeta | None, expected: TensorMeta | None) -> None:
+    """Raise `ManifestError` if a tensor of the stream is not the expected one. None: there is no more."""
+    if found != expected:
+        told = [f"{meta.name} as {meta.shape} {meta.dtype}" if meta else "nothing more" for meta in (found, expected)]
+        advice = "Give the same tensors in the same order at each push and in StreamBackend, or make a new WeightSync"
+        wrong = {each.name: told[0] for each in (found, expected) if each is not None}
+        raise ManifestError(f"the stream gives {told[0]}, expected {told[1]}. {advice}", mismatched=wrong)
