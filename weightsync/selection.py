@@ -5,8 +5,10 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Manifest, itemsize
@@ -21,7 +23,8 @@ UNQUANTIZED = ("*embed*", "*.wte.weight", "*.wpe.weight", "*lm_head.weight", "*[
 class TensorSelection:
     """The tensors of the first push and of later pushes, and their dtypes.
 
-    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too.
+    Patterns are shell patterns on checkpoint names (`*.mlp.gate.weight`), case sensitive. `*` matches dots too. The log
+    warns of patterns without effect. A pattern of `keep` without effect is an error.
 
     Args:
         exclude: Patterns of tensors that no push sends.
@@ -33,7 +36,8 @@ class TensorSelection:
         only_trained: Whether parameters with `requires_grad=False` and without an adapter are frozen too.
         dtypes: Mapping of a pattern to the name of the torch dtype in which matching tensors travel, such as "float32".
             The first matching pattern counts. Other tensors travel in the narrower of the trainer's and the engine's
-            dtype. A tied tensor travels under each name with another dtype.
+            dtype. A tied tensor travels under each name with another dtype, unless the engine ties the names. Scales of
+            `WeightSync(quantize=...)` stay float32.
         unquantized: With `WeightSync(quantize=...)`, patterns of the two-dimensional tensors `*.weight` that stay
             unquantised. All others are quantised. Name the tensors that the engine's checkpoint leaves unquantised.
         keep: Patterns of parameters left alone by every push, such as "visual.*" of a frozen vision tower. They match
@@ -68,43 +72,68 @@ class TensorSelection:
                 itemsize(dtype)
             except ConfigError as error:
                 raise ConfigError(f"dtypes[{pattern!r}]: {error.message}") from None
-        if callable(self.rename):
-            return
-        if not isinstance(self.rename, Mapping | None):
+        if not isinstance(self.rename, Mapping | None) and not callable(self.rename):
             raise ConfigError(f"rename={self.rename!r}; expected pattern to replacement, or a function of a name")
-        for pattern, replacement in (self.rename or {}).items():
+        for pattern, replacement in self._renames.items():
             try:
                 re.sub(pattern, replacement, "")
             except (re.error, TypeError, IndexError) as error:
                 raise ConfigError(f"rename[{pattern!r}]={replacement!r}: {error}") from None
 
+    @cached_property
+    def _matched(self) -> set[str]:
+        """The patterns of `exclude` and `rename` with a match so far. No field: it is no option."""
+        return set()
+
+    @property
+    def _renames(self) -> Mapping[str, str]:
+        """The patterns of `rename` and their replacements. A function has none."""
+        return {} if callable(self.rename) else self.rename or {}
+
     def refuse(self, where: str, *names: str) -> None:
         """Raise `ConfigError` if any of the named options is given. They have no effect on `where`."""
-        unset = TensorSelection()
-        if given := [name for name in names if getattr(self, name) != getattr(unset, name)]:
+        if given := [name for name in names if getattr(self, name) != getattr(TensorSelection(), name)]:
             raise ConfigError(f"TensorSelection({', '.join(given)}): no effect with {where}; leave it out")
 
-    def warn_of_idle(self, manifest: Manifest) -> None:
-        """Warn of patterns of `frozen` and `dtypes` without a match in the names. Most are typing errors."""
-        names = (*manifest.names, *dict(manifest.tied))
-        if idle := [pattern for pattern in (*self.frozen, *self.dtypes) if not fnmatch.filter(names, pattern)]:
-            text = "TensorSelection has patterns that match no tensor: %s; the trainer's tensors have names such as %s"
-            logger.warning(text, ", ".join(idle), names[0])
+    def unmatched(self) -> list[str]:
+        """Return the patterns of `exclude` and `rename` without a match in the names that this rank has asked for."""
+        return [pattern for pattern in (*self.exclude, *self._renames) if pattern not in self._matched]
+
+    def warn_of_idle(self, manifest: Manifest, ranks: Sequence[list[str]], scales: Collection[str] = ()) -> None:
+        """Warn of patterns without effect. Most are typing errors.
+
+        Args:
+            manifest: The tensors that travel.
+            ranks: The `unmatched` of each rank.
+            scales: The names of quantised weights' scales. They travel as float32.
+        """
+        names = [name for name in (*manifest.names, *dict(manifest.tied)) if name not in scales]
+        others = (*self.frozen, *(each for each in self.unquantized if each not in UNQUANTIZED))
+        first = {next((each for each in self.dtypes if fnmatch.fnmatchcase(name, each)), "") for name in names}
+        idle = [each for each in ranks[0] if all(each in rank for rank in ranks)]
+        idle += [each for each in others if not fnmatch.filter(names, each)]
+        idle += [each for each in self.dtypes if each not in first]
+        if idle:
+            forms = {re.sub(r"\d+", "*", name) for name in names}  # layers have the same names but for numbers
+            near = {form for pattern in idle for form in get_close_matches(pattern, forms, cutoff=0.0, n=2)}
+            text = "TensorSelection has patterns without effect: %s. The trainer's nearest names are %s"
+            logger.warning(text, ", ".join(idle), ", ".join(sorted(near)))
 
     def renamed(self, name: str) -> str:
         """Return the name of `name` on the wire. Raises `ConfigError` if the `rename` function returns no string."""
-        if not callable(self.rename):
-            for pattern, replacement in (self.rename or {}).items():
-                name = re.sub(pattern, replacement, name)
-            return name
-        found = self.rename(name)
+        found = self.rename(name) if callable(self.rename) else name
+        for pattern, replacement in self._renames.items():
+            found, count = re.subn(pattern, replacement, found)
+            self._matched.update([pattern] * count)
         if not isinstance(found, str):
             raise ConfigError(f"rename gives {found!r} for {name}; expected a name. Use `exclude` to leave it out")
         return found
 
     def excludes(self, name: str) -> bool:
         """Return whether `name` never travels."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+        matching = [pattern for pattern in self.exclude if fnmatch.fnmatchcase(name, pattern)]
+        self._matched.update(matching)
+        return bool(matching)
 
     def freezes(self, name: str, trains: bool) -> bool:
         """Return whether only the first push sends `name`. `trains` says whether the tensor is trained."""

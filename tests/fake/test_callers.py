@@ -162,14 +162,21 @@ def test_a_pattern_that_matches_nothing_is_told_of_a_save(tmp_path: Path, caplog
     save(
         nn.Linear(2, 2), tmp_path / "saved", selection=TensorSelection(dtypes={"weight": "bfloat16", "wait": "float16"})
     )
-    assert "patterns that match no tensor: wait; the trainer's tensors have names such as weight" in caplog.text
+    assert "patterns without effect: wait. The trainer's nearest names are bias, weight" in caplog.text
+
+
+def test_a_pattern_that_excludes_nothing_is_told_of_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    selection = TensorSelection(exclude=("bias", "wait"), rename={"weight": "kernel", "^bias": "offset"})
+    save(nn.Linear(2, 2), tmp_path / "saved", selection=selection)
+    (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "without effect: wait, ^bias. The trainer's nearest names are kernel" in told
 
 
 def test_a_pattern_of_a_tied_tensors_other_name_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     save(model, tmp_path / "saved", selection=TensorSelection(dtypes={"1.*": "bfloat16", "*": "bfloat16"}))
-    assert "match no tensor" not in caplog.text
+    assert "without effect" not in caplog.text
 
 
 def test_two_tensors_of_one_name_are_refused(engine: RecordedEngine) -> None:

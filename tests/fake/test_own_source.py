@@ -150,6 +150,31 @@ class TwoWeights(nn.Module):
             self.get_parameter(name).data.copy_(tensor)
 
 
+class Tied(TwoWeights):
+    """An engine's model with one tensor for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = self.a
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Tied, True), (TwoWeights, False)])
+def test_a_dtype_of_a_tensor_that_the_engine_ties_is_told_to_have_no_effect(
+    kind: type[TwoWeights], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = kind()
+    nn.init.ones_(model.a)
+    model.b = model.a
+    selection = TensorSelection(dtypes={"b": "bfloat16", "?": "float32"})
+    with (
+        closing(FakeEngine(ModuleHost(kind, {"a": torch.zeros(5), "b": torch.zeros(5)}))) as engine,
+        WeightSync("fsdp", "ipc", engine, selection=selection, timeout_s=30.0) as sync,
+    ):
+        sync.push(model)
+    assert ("patterns without effect: b. The trainer's nearest names are a" in caplog.text) is is_told
+    assert ("without effect" in caplog.text) is is_told
+
+
 @pytest.mark.parametrize("kind", ["of the user's own", "fsdp", "computed"])
 def test_a_tied_tensor_is_pushed_with_each_names_own_dtype(kind: str) -> None:
     class Tied(DictSource):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from fake_engine import (
 from torch import nn
 
 from weightsync import (
+    CheckpointTransport,
     ConfigError,
     PushReport,
     TensorSelection,
@@ -67,7 +69,7 @@ def engine(host: ModuleHost) -> Iterator[FakeEngine]:
 class Pusher:
     """A trainer with a model that holds `tensors`, and a `WeightSync` with this selection."""
 
-    def __init__(self, engine: Any, selection: TensorSelection, transport: str = "ipc", seed: int = 2) -> None:
+    def __init__(self, engine: Any, selection: TensorSelection, transport: Any = "ipc", seed: int = 2) -> None:
         self.model = trainer_model(checkpoint(seed))
         self.engine = engine
         self.sync = WeightSync("fsdp", transport, engine, selection=selection, max_bytes=1, timeout_s=TIMEOUT_S)
@@ -225,7 +227,19 @@ def test_a_pattern_that_matches_nothing_is_told(engine: FakeEngine, caplog: pyte
     trainer = Pusher(engine, TensorSelection(frozen=(*PATTERNS, "layer.0.*"), dtypes={"*.rooter.*": "float32"}))
     trainer.push()
     (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert "patterns that match no tensor: layer.0.*, *.rooter.*; the trainer's tensors have names such as" in told
+    assert "patterns without effect: layer.0.*, *.rooter.*. The trainer's nearest names are layers.*." in told
+    trainer.sync.close()
+
+
+@pytest.mark.parametrize("transport", ["ipc", "checkpoint"])
+def test_an_excluded_name_that_no_rank_has_is_told(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, transport: str, tmp_path: Path
+):
+    way = CheckpointTransport(tmp_path) if transport == "checkpoint" else transport
+    trainer = Pusher(engine, TensorSelection(exclude=("lm_head.*",)), way)
+    trainer.push()
+    (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "patterns without effect: lm_head.*. The trainer's nearest names are" in told
     trainer.sync.close()
 
 

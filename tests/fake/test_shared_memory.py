@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, ModuleHost
 from ranks import run_ranks
 from torch import nn
 
-from weightsync import ConfigError, EngineError, PlacementError, WeightSync, WeightSyncError
+from weightsync import ConfigError, EngineError, PlacementError, TensorSelection, WeightSync, WeightSyncError
 from weightsync.strategies.shared_memory import check_pairs
 
 HEADS, WIDTH = 4, 6
@@ -130,6 +130,13 @@ def test_writing_reaches_the_engine_and_is_its_next_version(engine: FakeEngine, 
     assert_serves(engine, 2)
     with pytest.raises(ConfigError, match="version 6 is not newer than 6"), sync.writing(version=6):
         raise AssertionError("the body must not run")
+
+
+def test_an_excluded_name_that_the_model_lacks_is_told(engine: FakeEngine, caplog: pytest.LogCaptureFixture):
+    selection = TensorSelection(exclude=("nrom.*",))
+    with WeightSync("fsdp", "single_copy", engine, selection=selection, timeout_s=10.0) as sync:
+        sync.attach(on_meta())
+    assert "patterns without effect: nrom.*. The trainer's nearest names are" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (4096, 0), (0, 4096)])

@@ -357,6 +357,19 @@ def test_a_frozen_weight_stays_with_its_scales() -> None:
         sync.close()
 
 
+def test_a_dtype_of_scales_is_told_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    dtypes = {"*_scale": "bfloat16", "*.q_proj.weight": "float32"}
+    expected = quantized(state_of(model), "fp8", TensorSelection(dtypes=dtypes))
+    with closing(engine_of(expected)) as engine:
+        selection = TensorSelection(dtypes=dtypes)
+        with WeightSync("fsdp", "ipc", engine, quantize="fp8", selection=selection, timeout_s=TIMEOUT_S) as sync:
+            sync.push(model)
+        check_live(engine, expected)
+    (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "patterns without effect: *_scale. " in told
+
+
 def test_an_engine_that_holds_them_unquantised_is_refused() -> None:
     model = net()
     with closing(engine_of(state_of(model))) as engine:

@@ -115,9 +115,10 @@ def save_tensors(
             apart = ranks.broadcast(apart_when_loaded(manifest, model) if ranks.rank == 0 else (), "plan", Ties)
             files = lay_out(Manifest(manifest.tensors, apart), buckets, max_shard_bytes)
             by_name = grouped(mine, lambda pair: pair[0].name)
+            unmatched = ranks.gather(selection.unmatched(), "plan", list[str])
         with update.timeline.during("save"):
             if ranks.rank == 0:
-                selection.warn_of_idle(manifest)
+                selection.warn_of_idle(manifest, unmatched)
                 found = files_beside(with_configs(model, *beside), manifest)
                 with shard_files.placement_errors(f"cannot make {target.parent}"):
                     shard_files.make_folder(target.parent)

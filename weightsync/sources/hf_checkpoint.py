@@ -214,12 +214,9 @@ def _forget_quantiser(model: Any) -> None:
     foreign = {"transformers.integrations.bitsandbytes"} & modules if is_packed else modules
     if any(module.startswith("transformers.integrations.") for module in foreign):
         own = get_model_conversion_mapping(model, add_legacy=False)
-        kept = [each for each in loaded if _is_of_prefix(each)]  # only the loading tells whether names had the prefix
-        model._weight_conversions = kept + [each for each in own if not _is_of_prefix(each)]
-
-
-def _is_of_prefix(conversion: Any) -> bool:
-    return type(conversion).__name__ == "PrefixChange"
+        # Only the loading tells whether names had the prefix.
+        kept = [each for each in loaded if type(each).__name__ == "PrefixChange"]
+        model._weight_conversions = kept + [each for each in own if type(each).__name__ != "PrefixChange"]
 
 
 def _repeat(built: Any, tensors: Sequence[TensorMeta]) -> dict[str, SavedParts] | None:

@@ -10,6 +10,7 @@ from weightsync.errors import ConfigError
 from weightsync.fleet.fleet import Fleet
 from weightsync.fleet.kv_roles import check_roles
 from weightsync.planning.bucketing import Bucketer
+from weightsync.planning.grouping import grouped
 from weightsync.planning.layout import Manifest
 from weightsync.planning.load_plan import LoadPlan
 from weightsync.planning.merge import merge_manifests
@@ -47,13 +48,13 @@ def compile_plan(
     """
     check_roles(fleet.handles, options.pause, options.rolling)
     manifest = merge_manifests(manifests(own, everyone))
-    options.selection.warn_of_idle(manifest)
     together = _quantized(manifest, options)
     plans = fleet.plan(manifest, options.selection.keep, transport.name, invitations)
     distinct = [*{id(plan): plan for plan in plans}.values()]
     _check(manifest, together, _of_engines(fleet, plans), options)
     as_it_is = {name for pair in together for name in pair}
     travelling = plan_checks.wire_manifest(manifest, distinct, options.selection, as_it_is, transport.sends_unread)
+    options.selection.warn_of_idle(travelling, [each.unmatched for each in everyone], {scale for _, scale in together})
     locations = [at for each in everyone for at in each.locations if at.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
     reads = plan_checks.reads_of(travelling, plans)
@@ -96,12 +97,10 @@ def _of_engines(fleet: Fleet, plans: Sequence[LoadPlan]) -> list[tuple[str, list
     for worker, plan in zip(fleet.workers, plans, strict=True):
         number = _TOGETHER if worker.hello.shares_experts else worker.hello.group
         of_engine.setdefault(number, {})[id(plan)] = plan
-    unlike: dict[frozenset[int], tuple[str, list[LoadPlan]]] = {}
-    for number, own in of_engine.items():
-        unlike.setdefault(frozenset(own), (names[number], [*own.values()]))
-    if len(unlike) == 1:  # an error that holds for all engines names none
-        return [("the engine", own) for _, own in unlike.values()]
-    return [*unlike.values()]
+    alike = grouped(of_engine, lambda number: frozenset(of_engine[number])).values()
+    if len(alike) == 1:  # an error that holds for all engines names none
+        names = dict.fromkeys(names, "the engine")
+    return [(names[first], [*of_engine[first].values()]) for first, *_ in alike]
 
 
 def _check(

@@ -23,6 +23,7 @@ class Inventory(Struct):
     """One rank's tensors. Workers cannot read the `unmapped` tensors at their own addresses.
 
     manifest: an encoded `Manifest`, for `manifests`.
+    unmatched: the selection's patterns without a match on this rank.
     """
 
     manifest: Raw
@@ -30,6 +31,7 @@ class Inventory(Struct):
     unmapped: list[str]
     frozen: list[str]
     machine: MachineInfo
+    unmatched: list[str] = []
 
 
 def take_inventory(
@@ -43,6 +45,7 @@ def take_inventory(
         unmapped=sorted({location.name for location, tensor in held.items() if not transport.can_map(tensor)}),
         frozen=sorted({s.meta.name for s in reading.shards if options.selection.freezes(s.meta.name, s.trains)}),
         machine=MachineInfo(f"trainer rank {rank}", kind, gpu_uuid, boot_id()),
+        unmatched=options.selection.unmatched(),
     )
 
 

@@ -185,10 +185,11 @@ class SharedMemory(FleetStrategy):
             fleet = self._open_fleet(update)
             check_pairs([host for _, host, _ in everyone], fleet.connect())
             check_roles(fleet.handles, self._options.pause)
-            keep = self._options.selection.keep
-            plans = fleet.plan(manifest, keep)
+            selection = self._options.selection
+            plans = fleet.plan(manifest, selection.keep)
             warn_of_kept(plans)
-            if unused := check_plans(manifest, [("the engine", plans)], False, keep):
+            selection.warn_of_idle(manifest, [selection.unmatched()])  # every rank has all names
+            if unused := check_plans(manifest, [("the engine", plans)], False, selection.keep):
                 raise PlacementError(
                     f"the engine does not run the part of the model with {unused[0]}, and cannot share it. Use "
                     'transport="ipc", or attach a model without this part'
