@@ -137,15 +137,13 @@ class Pending:
         for each in self._after:
             if (earlier := each.failure()) is not None:
                 return earlier
-        ended, waiting = self._by_now()
-        later, lost = ray.wait(waiting, num_returns=len(waiting), timeout=NEWS_S) if waiting else ([], [])
-        names = {ref: self._signs[ref] for ref in (*ended, *later, *lost)}
-        if seen is not None:
-            names |= self._names  # a value may be lost with its node
-        failed = [(who, error) for ref, who in names.items() if (error := raised(ref)) is not None]
+        found = [(self._signs[ref], raised(ref)) for ref in self._by_now(NEWS_S)[0]]
+        if seen is not None:  # a value may be lost with its node
+            found += [(who, raised(ref, 0.0)) for ref, who in self._names.items()]
+        failed = [(who, error) for who, error in found if error is not None]
         if not failed and seen is not None:
             return explain(seen, ", ".join(self._names.values()), self.doing)
-        dead = [(who, error) for who, error in failed if isinstance(error, _DEATHS)]
+        dead = [(who, error) for who, error in failed if _is_death(error)]
         who, error = (dead or failed)[0]
         return explain(error, who, self.doing)
 
@@ -205,10 +203,13 @@ class Method:
         return self.remote(*args, **kwargs).result()
 
 
-def raised(ref: Any) -> Exception | None:
-    """Return the exception of a call, or None if it has not raised so far."""
+def raised(ref: Any, wait_s: float = NEWS_S) -> Exception | None:
+    """Return the exception of a call that has ended, or None if it has raised none.
+
+    wait_s: the most seconds for a large exception, or a large value, to come from another node.
+    """
     try:
-        ray.get(ref, timeout=0)
+        ray.get(ref, timeout=wait_s)
     except ray.exceptions.GetTimeoutError:
         return None
     except ray.exceptions.RayError as error:
@@ -220,14 +221,21 @@ def raised(ref: Any) -> Exception | None:
 def has_died(ref: Any) -> bool:
     """Return whether an actor has died. `ref` is a call that takes no time. A busy actor has not died."""
     ended, _ = ray.wait([ref], timeout=NEWS_S)
-    return bool(ended) and isinstance(raised(ref), _DEATHS)
+    return bool(ended) and _is_death(raised(ref))
+
+
+def _is_death(error: BaseException | None) -> bool:
+    """Return whether an actor has died. An actor that raises one of these errors has met the death of another."""
+    return isinstance(error, _DEATHS) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def explain(error: BaseException, who: str, doing: str) -> WeightSyncError:
     """Return an error that names the actor, for an error of Ray. It keeps the actor's traceback."""
-    if isinstance(error, _DEATHS):
+    if _is_death(error):
         return PeerError(f"{who} died before it answered {doing}: {error}", who=who, phase=doing)
     cause = getattr(error, "cause", None)
+    if isinstance(cause, ray.exceptions.ObjectLostError):
+        return PeerError(f"a value for {who} in {doing} was lost with its node: {error}", phase=doing)
     if isinstance(cause, WeightSyncError):
         cause.who = cause.who or who
         cause.__cause__ = error  # its text has the remote traceback
