@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",  # no warm-up runs
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; otherwise an engine takes most of the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" needs a core to spare for each worker, of which it wants two
+    "VLLM_CPU_SIM_MULTI_NUMA": "0",  # or from 0.33 on each data parallel core wants a memory node of its own
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a test process has threads and must not be forked
