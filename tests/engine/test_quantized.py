@@ -342,3 +342,21 @@ def test_what_is_not_proven_is_refused(engines: Remote):
     message = engines.call(check_where_nothing_is_proven)
     for words in ("CompressedTensorsW8A8Fp8(channel)", "qkv_proj", "a cpu device", "weightsync_int8"):
         assert words in message
+
+
+def quantise_anew(engines: Engines) -> str:
+    """Let a layer look like one of a 4-bit checkpoint, which vLLM quantises anew. It does that on GPUs."""
+    from weightsync.vllm import supported_quant
+
+    layer = engines.live_model().model.layers[0].self_attn.qkv_proj
+    layer.quant_method.requantization_source = torch.nn.Identity()
+    with pytest.raises(UnsupportedError) as raised:
+        supported_quant.check(
+            engines.live_model(), engines.llm.llm_engine.vllm_config.quant_config, layer.weight.device
+        )
+    return str(raised.value)
+
+
+def test_a_layer_of_a_quantised_checkpoint_that_is_quantised_anew_is_refused(engines: Remote):
+    engines.call(serve, "qwen3", FP8, timeout_s=240)
+    assert "Fp8PtpcOnlineLinearMethod(from Identity)" in engines.call(quantise_anew)

@@ -78,12 +78,15 @@ def check(model: nn.Module, quantisation: Any, device: torch.device) -> None:
 def kind_of(module: nn.Module) -> str:
     """Return a key of `PROVEN`.
 
-    It is "method", or "method(block)" for scales of blocks. Experts of compressed-tensors give "method(traits)", and a
-    layer with a scheme "method/scheme(traits)". Traits are the granularity of scales, the number of bits, "asymmetric",
-    and "g_idx" for reordered columns.
+    It is "method", or "method(block)" for scales of blocks. A layer of a quantised checkpoint that vLLM quantises anew
+    gives "method(from method)". Experts of compressed-tensors give "method(traits)", and a layer with a scheme
+    "method/scheme(traits)". Traits are the granularity of scales, the number of bits, "asymmetric", and "g_idx" for
+    reordered columns.
     """
     method = compat.quant_method(module)
     kind = type(method).__name__
+    if (source := getattr(method, "requantization_source", None)) is not None:
+        return f"{kind}(from {type(source).__name__})"
     scheme = getattr(module, "scheme", None)
     if scheme is None and getattr(method, "weight_block_size", None):
         return f"{kind}(block)"
