@@ -165,7 +165,7 @@ def balance_experts(engines: Engines, is_balanced: bool) -> None:
 def keep_what_a_forward_makes(engines: Engines, attribute: str, value: object) -> None:
     """Let a layer look like one of GLM-5 Next, which vLLM runs on GPUs alone, and the like."""
     state = vars(engines.live_model().model.layers[0].self_attn)
-    for name in ("_merged_conv_weight", "_fse_fuse_gate"):
+    for name in ("_merged_conv_weight", "_fse_fuse_gate", "specialized_decode_config"):
         state.pop(name, None)
     state[attribute] = value
 
@@ -194,6 +194,54 @@ def test_older_releases_are_known(engines: Remote):
     engines.call(know_older_releases)
 
 
+class StagedAttention(torch.nn.Module):
+    """KDA on AMD: its hook stages the weight of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = torch.nn.Linear(2, 3, bias=False)
+        self.register_buffer("decode_conv1d_weight", torch.zeros(2, 3), persistent=False)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.decode_conv1d_weight.copy_(self.conv1d.weight.t())
+
+
+def stage_weights(engines: Engines) -> None:
+    from weightsync.vllm import compat
+
+    layer = StagedAttention()
+    with torch.no_grad():
+        for attention in compat.post_processed_attention(torch.nn.Sequential(layer)):
+            compat.call_attention_hook(attention, torch.float32)
+    assert torch.equal(layer.decode_conv1d_weight, layer.conv1d.weight.t())
+
+
+def test_an_attention_layers_staged_weights_are_found(engines: Remote):
+    engines.call(stage_weights)
+
+
+def fill_buffers_as_at_a_dummy_start(engines: Engines) -> tuple[set[str], set[str]]:
+    """Return the buffers filled by vLLM's dummy loader, and the buffers that a push then brings back."""
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    from weightsync.vllm.dummy_start import overwritten_buffers
+
+    model = torch.nn.Module()
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "int64", "bool"):
+        model.register_buffer(f"of_{dtype}", torch.ones(64).to(getattr(torch, dtype)))
+    buffers = dict(model.named_buffers())
+    before = {name: buffer.tolist() for name, buffer in buffers.items()}
+    for buffer in buffers.values():
+        initialize_single_dummy_weight(buffer)
+    changed = {name for name, buffer in buffers.items() if buffer.tolist() != before[name]}
+    return changed, set(overwritten_buffers(model))
+
+
+def test_all_buffers_that_a_dummy_start_fills_are_brought_back(engines: Remote):
+    changed, found = engines.call(fill_buffers_as_at_a_dummy_start)
+    assert changed | {"of_int8", "of_uint8"} == found  # before vLLM 0.33 integers stay
+
+
 def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
     checkpoint = engines.call(Engines.checkpoint, "qwen3-moe", "A")
     engines.call(Engines.start, checkpoint, timeout_s=240)
@@ -206,7 +254,8 @@ def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
     with pytest.raises(UnsupportedError, match="the parameters are another process's memory"):
         trainers.call(push, "B")
     engines.call(load_from, "auto")
-    for attribute, value in (("_merged_conv_weight", None), ("_fse_fuse_gate", True)):
+    kept = ("_merged_conv_weight", None), ("_fse_fuse_gate", True), ("specialized_decode_config", "settings")
+    for attribute, value in kept:
         engines.call(keep_what_a_forward_makes, attribute, value)
         with pytest.raises(UnsupportedError, match=rf"vLLM makes \w+\.{attribute} from weights in its first"):
             trainers.call(push, "B")

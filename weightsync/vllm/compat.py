@@ -28,8 +28,9 @@ HAVE_RUN = (0, 20), (0, 32)
 
 _MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache", "patch_pos_embed"
 """Attributes for values that vLLM's first forward makes from weights, in GLM-5 Next, openPangu, FoPE and HunYuan-VL."""
-_MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale"
-"""Attributes that are True if forwards make such values: of a shared expert's gate on AMD, of an encoder in fp8."""
+_MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale", "specialized_decode_config"
+"""Attributes that are set if vLLM keeps such values: of a shared expert's gate on AMD, of an encoder in fp8. The last
+one is of the `decode_backend` "latency_specialized"."""
 
 
 def release() -> tuple[int, int] | None:
@@ -45,8 +46,7 @@ def is_before(major: int, minor: int) -> bool:
 
 def has_run() -> bool:
     """Return whether weightsync ran with this vLLM, or with one before it and one after it."""
-    first, last = HAVE_RUN
-    return first <= (release() or last) <= last
+    return HAVE_RUN[0] <= (release() or HAVE_RUN[1]) <= HAVE_RUN[1]
 
 
 def without_lora(model: nn.Module) -> nn.Module:
@@ -256,11 +256,12 @@ def reset_cache_scales(attention: nn.Module) -> None:
 
 
 def post_processed_attention(model: nn.Module) -> list[nn.Module]:
-    """Return attention modules with tensors derived from another module's loaded weights (MLA's `W_UV`)."""
+    """Return attention modules with tensors derived from another module's weights: MLA's `W_UV`, KDA's on AMD."""
     return [
         module
         for module in model.modules()
-        if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
+        if any(hasattr(module, name) for name in ("kv_b_proj", "decode_conv1d_weight"))
+        and hasattr(module, "process_weights_after_loading")
     ]
 
 

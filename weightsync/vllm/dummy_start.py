@@ -18,13 +18,16 @@ from weightsync.worker.trace import named_tensors
 
 
 def overwritten_buffers(live: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the running model's buffers that the dummy loader fills, without the scales of caches."""
+    """Return the running model's buffers that the dummy loader fills, without the scales of caches.
+
+    From vLLM 0.33 on it also fills integers of 8 bits.
+    """
     return {
         f"{path}.{key}".removeprefix("."): buffer
         for path, module in live.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None
-        and buffer.is_floating_point()
+        and (buffer.is_floating_point() or buffer.dtype in (torch.int8, torch.uint8))
         and key not in module._non_persistent_buffers_set
         and key not in compat.CACHE_SCALES
     }
