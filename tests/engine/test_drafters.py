@@ -260,3 +260,20 @@ def test_megatrons_layers_that_predict_more_tokens_fill_the_drafter(engines: Rem
         answer, drafts = engines.call(ask)
         assert_same(answer, answers[weights][0], f"push of {weights}")
         assert drafts == answers[weights][1]
+
+
+def refuse_a_quantised_head(engines: Engines) -> str:
+    """Let the drafter have what vLLM 0.33 gives it on GPUs. A CPU's engine refuses the option."""
+    start(engines, checkpoint(engines, "mimo", "A"), MTP)
+    connect(engines, "mimo")
+    speculative = engines.llm.llm_engine.model_executor.driver_worker.worker.vllm_config.speculative_config
+    speculative.draft_lm_head_quantization = "fp8"
+    with pytest.raises(UnsupportedError) as refused:
+        push(engines, "B")
+    speculative.draft_lm_head_quantization = None
+    push(engines, "B")
+    return str(refused.value)
+
+
+def test_a_drafter_with_a_quantised_copy_of_the_models_head_is_refused(engines: Remote):
+    assert "start the engine without draft_lm_head_quantization" in engines.call(refuse_a_quantised_head)

@@ -100,31 +100,29 @@ class VllmModel:
 
     def _check(self) -> None:
         config = self._config
-        if getattr(config.parallel_config, "enable_eplb", False):
-            raise UnsupportedError(
-                "expert load balancing moves experts between slots, and vLLM's loader fills the first slots; start "
-                "the engine without enable_eplb"
-            )
-        if compat.offloads_weights(config):
-            raise UnsupportedError(
-                "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and "
-                'offload_group_size. N-gram embeddings stay on the GPU with engram_config={"cpu_offload": False}'
-            )
-        if compat.computes_cache_scales(config):
-            raise UnsupportedError(
-                "vLLM's first forward computes the scales of its 8-bit KV cache from the weights. No later forward "
-                "does: start the engine without calculate_kv_scales"
-            )
-        if compat.loads_from_another_process(config):
-            raise UnsupportedError(
-                'with load_format="ipc_cache" the parameters are another process\'s memory, and later engines would '
-                "start from pushed weights: start the engine with another load_format"
-            )
-        if compat.drops_a_token(config):
-            raise UnsupportedError(
-                "vLLM before 0.22 drops a token of each request that a push interrupts: start the engine with "
-                "async_scheduling=False, or take a newer vLLM"
-            )
+        refused = {
+            "expert load balancing moves experts between slots, and vLLM's loader fills the first slots; start "
+            "the engine without enable_eplb": getattr(config.parallel_config, "enable_eplb", False),
+            "offloaded weights cannot be pushed to; start the engine without cpu_offload_gb and "
+            'offload_group_size. N-gram embeddings stay on the GPU with engram_config={"cpu_offload": False}': (
+                compat.offloads_weights(config)
+            ),
+            "vLLM's first forward computes the scales of its 8-bit KV cache from the weights. No later forward "
+            "does: start the engine without calculate_kv_scales": compat.computes_cache_scales(config),
+            'with load_format="ipc_cache" the parameters are another process\'s memory, and later engines would '
+            "start from pushed weights: start the engine with another load_format": (
+                compat.loads_from_another_process(config)
+            ),
+            "vLLM before 0.22 drops a token of each request that a push interrupts: start the engine with "
+            "async_scheduling=False, or take a newer vLLM": compat.drops_a_token(config),
+            "the drafter has a quantised copy of the output layer, and a push would write unquantised values into it: "
+            "start the engine without draft_lm_head_quantization": (
+                self._drafter is not None and getattr(config.speculative_config, "draft_lm_head_quantization", None)
+            ),
+        }
+        for reason, is_so in refused.items():
+            if is_so:
+                raise UnsupportedError(reason)
         check_resets(config)
         self._handed_over.watch(config.kv_transfer_config)
         supported_quant.check(self.live, config.quant_config, self.device)
