@@ -23,7 +23,8 @@ def share_loop() -> None:
     def device_of(process: int) -> Any:
         return ProcessGroupGloo.create_default_device()
 
-    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    # From torch 2.14 on there are further arguments.
+    def init(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         options = ProcessGroupGloo._Options()
         options._devices, options._timeout = [device_of(os.getpid())], timeout
         make(self, store, rank, size, options)
