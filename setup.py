@@ -14,7 +14,7 @@ VERSION = re.search(
 
 extras = {
     # The receiver works inside these vLLM releases; weightsync/vllm/compat.py holds what differs between them.
-    "vllm": ["vllm>=0.25,<0.33"],
+    "vllm": ["vllm>=0.25,<0.34"],
     "deepspeed": ["deepspeed>=0.17"],
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray>=2.9"],
@@ -23,7 +23,7 @@ extras = {
     "prometheus": ["prometheus-client>=0.20"],
     "otel": ["opentelemetry-api>=1.20"],
     # TRL's own extra names a vLLM that TRL accepts. The last line holds it to one that weightsync accepts.
-    "trl": ["trl[vllm]>=1.5.1", "vllm>=0.25,<0.33"],
+    "trl": ["trl[vllm]>=1.5.1", "vllm>=0.25,<0.34"],
     "plot": ["matplotlib>=3.8"],
     "docs": ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0", "ruff>=0.9"],
     "dev": [

@@ -131,7 +131,7 @@ def test_a_vllm_that_never_ran_is_told_from_the_others(monkeypatch):
     from weightsync.vllm import compat
 
     assert compat.has_run()
-    for version, has_run in (("0.33.0", False), ("0.20.2", True), ("0.19.1", False), ("1.0.dev3+g1", False)):
+    for version, has_run in (("0.34.0", False), ("0.20.2", True), ("0.19.1", False), ("1.0.dev3+g1", False)):
         monkeypatch.setattr(compat.vllm, "__version__", version)
         assert compat.has_run() == has_run
 

@@ -52,7 +52,7 @@ from weightsync.transports.base import SLOTS
 from weightsync.transports.shared_handles import SHARED_MEMORY, export, open_exported
 
 _PROMPTS = ([5, 6, 7, 8], [40, 41], [100, 101, 102])
-_LAST_VLLM = (0, 32)
+_LAST_VLLM = (0, 33)
 """The last release that the plug-in supports."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 _START_TIMEOUT_S = 300.0

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from weightsync.errors import UnsupportedError
 
-HAVE_RUN = (0, 20), (0, 32)
+HAVE_RUN = (0, 20), (0, 33)
 """The first and the last vLLM that weightsync ran with. `weightsync.tools.doctor` and setup.py repeat the last."""
 
 _MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache", "patch_pos_embed"
