@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,9 +41,12 @@ def prepare() -> Any:
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     with not_compiled():
         import deepspeed
-        import deepspeed.runtime.zero.muon.muon_optimizer  # by every engine of ZeRO 1 to 3
 
-    deepspeed.ops.__compatible_ops__ = {}  # or it compiles an all-reduce of its own first, which takes a minute
+        with suppress(ModuleNotFoundError):  # 0.17.0 lacks it
+            import deepspeed.runtime.zero.muon.muon_optimizer  # by every engine of ZeRO 1 to 3
+
+    # Or it compiles an all-reduce of its own first, which takes a minute.
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     # Or each engine of ZeRO 3 looks for garbage in all that its process has imported.
     deepspeed.runtime.zero.utils.gc = SimpleNamespace(collect=lambda: 0)
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # it says no where it would be slow
@@ -51,6 +56,7 @@ def prepare() -> Any:
 
 def initialize(model: nn.Module, settings: dict[str, Any]) -> Any:
     """Collective: every rank calls this. The engine that trains `model`."""
+    settings = copy.deepcopy(settings)  # DeepSpeed takes keys out of it, so the next engine would lack them
     return prepare().initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
 
 
@@ -67,7 +73,10 @@ def gathered(engine: Any) -> dict[str, torch.Tensor]:
     deepspeed = prepare()
     model = getattr(engine, "module", engine)
     state: dict[str, torch.Tensor] = {}
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    with ExitStack() as gathers:
+        # One at a time: DeepSpeed before 0.19.8 waits for the last of several gathers. gloo's end in any order.
+        for param in model.parameters():
+            gathers.enter_context(deepspeed.zero.GatheredParameters([param]))
         seen: set[int] = set()
         for name, tensor in model.state_dict().items():
             if tensor.data_ptr() not in seen:
