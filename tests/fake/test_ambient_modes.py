@@ -45,6 +45,7 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # or `get_default_device` of torch 2.8 fails from now on
 
 
 @contextmanager

@@ -140,7 +140,7 @@ def test_entry_points_lead_somewhere():
 def test_top_level_of_the_repository():
     tracked = {name.split("/")[0] for name in files_of_the_repository()}
     lock_files = {name for name in tracked if name.startswith("requirements-") and name.endswith(".lock")}
-    assert lock_files == {f"requirements-{name}.lock" for name in ("cpu", "docs", "gpu", "trl", "verl")}
+    assert lock_files == {f"requirements-{name}.lock" for name in ("cpu", "docs", "gpu", "oldest", "trl", "verl")}
     assert tracked - lock_files == TOP_LEVEL
 
 

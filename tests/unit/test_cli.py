@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -69,7 +70,10 @@ def test_help(arguments, words, capsys):
         (["serve", "m", "--weight-transfer-config={}"], "leave --weight-transfer-config out"),
         (["demo", "--steps", "0"], "--steps 0"),
         (["bench", "--num-iters", "0"], "--num-iters 0"),
-        (["bench", "--ranks", "2", "0"], "--ranks 0"),
+        pytest.param(
+            *(["bench", "--ranks", "2", "0"], "--ranks 0"),
+            marks=pytest.mark.skipif(not find_spec("vllm"), reason="without vLLM, bench asks for it first"),
+        ),
         (["bench", "--layers", "0"], "--layers 0"),
         (["bench", "--json", "/nonexistent/found.json"], "there is no folder /nonexistent"),
         (["bench", "--folder", "/nonexistent"], "there is no folder /nonexistent"),

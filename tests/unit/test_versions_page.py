@@ -1,9 +1,10 @@
-"""The page of `make test-versions`: what it reads from a page is what it wrote."""
+"""The page of `make test-versions`: what it reads from a page is what it wrote. And the lock of `make test-oldest`."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
+from reference_pages import accepted, locked
 
 SCRIPT = Path(__file__).resolve().parents[1] / "versions/run.py"
 
@@ -30,3 +31,9 @@ def test_a_page_has_its_rows(script):
 def test_the_committed_page_is_as_the_script_writes_it(script):
     text = script.PAGE.read_text()
     assert script.page(script.rows_of(text)) == text
+
+
+def test_the_oldest_lock_has_the_oldest_accepted_versions():
+    oldest = locked("oldest")
+    for name in ("msgspec", "numpy", "ray", "rich", "tensordict", "torch", "tqdm"):
+        assert f"{oldest[name]}.".startswith(accepted()[name].removeprefix(">=") + ".")
