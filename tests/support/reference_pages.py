@@ -284,8 +284,8 @@ VERSIONS = """# Versions
 
 *Accepted* is the range in `setup.py`. The tests run with the versions of the lock files, `requirements-cpu.lock` and
 `requirements-gpu.lock`. `make test-oldest` runs most of them with the oldest accepted Python and torch. Not every
-version between ran. ZeRO's tests ran on CPUs with DeepSpeed 0.17.0, 0.17.6, 0.18.0, 0.18.9 and 0.19.4 too, and
-Megatron's with 0.16.0. [Older DeepSpeed](../use/your-loop.md#deepspeed) has faults. [What ran with which
+version between ran. ZeRO's tests ran on CPUs with DeepSpeed 0.17.0, 0.17.6, 0.18.0 and 0.19.4 too: all that failed were
+[faults of older DeepSpeed](../use/your-loop.md#deepspeed). Megatron's ran with 0.16.0. [What ran with which
 vLLM](../evidence/versions.md) has more versions of vLLM."""
 
 AFTER_VERSIONS = """`requirements-verl.lock` has the vLLM and the torch of verl.
