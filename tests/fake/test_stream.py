@@ -422,3 +422,30 @@ def test_what_is_no_stream_is_refused(stream: Any, error: type[Exception], words
 def test_options_without_effect_are_refused(backend: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         WeightSync(backend, **options)
+
+
+def push_from_rank_0(rank: int) -> None:
+    """`get_model_state_dict` gives the other ranks an empty dict."""
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1))) if rank == 0 else None
+    sync = WeightSync(StreamBackend(TENSORS), "ipc", engine, timeout_s=30.0)
+    with nullcontext() if engine is None else closing(engine), sync:
+        for seed in (2, 3):
+            sync.push(checkpoint(seed) if rank == 0 else {})
+            assert engine is None or serves(engine, seed)
+
+
+def test_other_ranks_may_give_an_empty_dict() -> None:
+    run_ranks(push_from_rank_0, 2)
+
+
+def test_a_stream_that_ends_early_lacks_a_tensor() -> None:
+    last = list(TENSORS)[-1]
+    with (
+        closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as engine,
+        WeightSync("stream", "ipc", engine, timeout_s=30.0) as sync,
+    ):
+        sync.push(iter(checkpoint(2).items()))
+        with pytest.raises(ManifestError, match=f"gives nothing more, expected {last}") as raised:
+            sync.push(iter(list(checkpoint(3).items())[:-1]))
+    assert raised.value.missing == [last]
+    assert raised.value.mismatched == {}

@@ -187,7 +187,8 @@ class StreamSource:
 
     def _know(self, known: list[TensorMeta], held: Collection[str]) -> None:
         """Take the stream's tensors, and the names that this rank gives."""
-        for found, expected in zip_longest(known, self._given) if self._given else ():
+        due = self._given if known or self._rank() == 0 else []  # other ranks may give nothing
+        for found, expected in zip_longest(known, due) if due else ():
             _compare(found, expected)
         if known != self._known or held != self._held:
             self._known, self._held, self._reading = known, held, None
@@ -247,5 +248,6 @@ def _compare(found: TensorMeta | None, expected: TensorMeta | None) -> None:
     if found != expected:
         told = [f"{meta.name} as {meta.shape} {meta.dtype}" if meta else "nothing more" for meta in (found, expected)]
         advice = "Give the same tensors in the same order at each push and in StreamBackend, or make a new WeightSync"
+        text = f"the stream gives {told[0]}, expected {told[1]}. {advice}"
         wrong = {each.name: told[0] for each in (found, expected) if each is not None}
-        raise ManifestError(f"the stream gives {told[0]}, expected {told[1]}. {advice}", mismatched=wrong)
+        raise ManifestError(text, missing=[] if found else [*wrong], mismatched=wrong if found else {})
