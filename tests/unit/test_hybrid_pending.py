@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from weightsync.errors import EngineError, PeerError
-from weightsync.hybrid.pending import WorkerError, explain, has_died
+from weightsync.hybrid.pending import NEWS_S, Pending, WorkerError, explain, has_died
 
 LOST = ObjectLostError("a1", None, "")
 
@@ -57,3 +57,21 @@ def test_a_death_decides_whether_an_actor_has_died(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
         monkeypatch.setattr(ray, "get", get)
         assert has_died("a call") is dead
+
+
+def test_large_exceptions_of_all_calls_are_awaited_together(monkeypatch: pytest.MonkeyPatch):
+    waits = []
+
+    def wait(refs: list[str], timeout: float, **_: object) -> tuple[list[str], list[str]]:
+        waits.append(timeout)
+        return refs, []
+
+    def get(_: str, timeout: float) -> None:
+        waits.append(timeout)
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    call = Pending("generate", {str(number): f"engine {number}" for number in range(64)}, 60.0)
+    assert not call.has_failed()
+    assert sum(waits) == NEWS_S

@@ -111,8 +111,11 @@ class Pending:
         return self.doing, self.running()
 
     def has_failed(self) -> bool:
-        """Return whether an actor has raised or died, or `results` has given up. Fetches no result."""
-        return self._failure is not None or any(raised(ref) is not None for ref in self._by_now()[0])
+        """Return whether an actor has raised or died, or `results` has given up.
+
+        Fetches the signs of ended calls. Calls without `signs` have their results in the place of these.
+        """
+        return self._failure is not None or any(error is not None for _, error in self._ended())
 
     def failure(self) -> WeightSyncError | None:
         if self._failure is None and self.has_failed():
@@ -123,6 +126,12 @@ class Pending:
         """Return the refs with results, and the refs without results so far."""
         ended, waiting = ray.wait(list(self._signs), num_returns=len(self._signs), timeout=wait_s, fetch_local=False)
         return ended, waiting
+
+    def _ended(self, wait_s: float = 0.0) -> list[tuple[str, Exception | None]]:
+        """Return the actors of ended calls, with their exceptions. Large ones come from all nodes within `NEWS_S`."""
+        if ended := self._by_now(wait_s)[0]:
+            ray.wait(ended, num_returns=len(ended), timeout=NEWS_S)
+        return [(self._signs[ref], raised(ref, 0.0)) for ref in ended]
 
     def _too_late(self) -> SyncTimeoutError:
         doing, who = self.late()
@@ -137,7 +146,7 @@ class Pending:
         for each in self._after:
             if (earlier := each.failure()) is not None:
                 return earlier
-        found = [(self._signs[ref], raised(ref)) for ref in self._by_now(NEWS_S)[0]]
+        found = self._ended(NEWS_S)
         if seen is not None:  # a value may be lost with its node
             found += [(who, raised(ref, 0.0)) for ref, who in self._names.items()]
         failed = [(who, error) for who, error in found if error is not None]
