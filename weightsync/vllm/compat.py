@@ -269,8 +269,7 @@ def made_in_forward(model: nn.Module) -> str:
     """Return "class.attribute" of a value made from weights and kept by vLLM's first forward, or ""."""
     for module in model.modules():
         own = vars(module)
-        names = [*(name for name in _MADE_IN_FORWARD if name in own), *(name for name in _MAKERS if own.get(name))]
-        if names:
+        if names := [*(name for name in _MADE_IN_FORWARD if name in own), *(name for name in _MAKERS if own.get(name))]:
             return f"{type(module).__name__}.{names[0]}"
     return ""
 

@@ -120,9 +120,8 @@ class VllmModel:
                 self._drafter is not None and getattr(config.speculative_config, "draft_lm_head_quantization", None)
             ),
         }
-        for reason, is_so in refused.items():
-            if is_so:
-                raise UnsupportedError(reason)
+        if reasons := [reason for reason, is_so in refused.items() if is_so]:
+            raise UnsupportedError(reasons[0])
         check_resets(config)
         self._handed_over.watch(config.kv_transfer_config)
         supported_quant.check(self.live, config.quant_config, self.device)
@@ -133,8 +132,8 @@ class VllmModel:
             )
         if made := compat.made_in_forward(self.live):
             raise UnsupportedError(
-                f"vLLM makes {made} from weights in its first forward, and would not make it again after a push; "
-                "restart the engine from a checkpoint"
+                f"vLLM makes {made} from weights once, and would not make it again after a push. Restart the engine "
+                "from a checkpoint, or start it without the option behind it, such as decode_backend"
             )
 
     def pristine(self) -> nn.Module:
