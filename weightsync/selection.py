@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, first_few
 from weightsync.planning.layout import Manifest, itemsize
 
 logger = logging.getLogger(__name__)
@@ -99,25 +99,27 @@ class TensorSelection:
         """Return the patterns of `exclude` and `rename` without a match in the names that this rank has asked for."""
         return [pattern for pattern in (*self.exclude, *self._renames) if pattern not in self._matched]
 
-    def warn_of_idle(self, manifest: Manifest, ranks: Sequence[list[str]], scales: Collection[str] = ()) -> None:
+    def warn_of_idle(self, manifest: Manifest, ranks: Sequence[list[str]], settled: Collection[str] = ()) -> None:
         """Warn of patterns without effect. Most are typing errors.
 
         Args:
-            manifest: The tensors that travel.
+            manifest: The trainer's tensors.
             ranks: The `unmatched` of each rank.
-            scales: The names of quantised weights' scales. They travel as float32.
+            settled: The names without a dtype of their own: scales of quantised weights, and tensors that every engine
+                ties to others.
         """
-        names = [name for name in (*manifest.names, *dict(manifest.tied)) if name not in scales]
+        names = [*manifest.names, *dict(manifest.tied)]
         others = (*self.frozen, *(each for each in self.unquantized if each not in UNQUANTIZED))
-        first = {next((each for each in self.dtypes if fnmatch.fnmatchcase(name, each)), "") for name in names}
-        idle = [each for each in ranks[0] if all(each in rank for rank in ranks)]
+        own = {*names}.difference(settled)
+        first = {next(filter(partial(fnmatch.fnmatchcase, name), self.dtypes), "") for name in own}
+        idle = sorted({*ranks[0]}.intersection(*ranks), key=ranks[0].index)
         idle += [each for each in others if not fnmatch.filter(names, each)]
         idle += [each for each in self.dtypes if each not in first]
         if idle:
             forms = {re.sub(r"\d+", "*", name) for name in names}  # layers have the same names but for numbers
-            near = {form for pattern in idle for form in get_close_matches(pattern, forms, cutoff=0.0, n=2)}
+            near = {form for pattern in idle[:5] for form in get_close_matches(pattern, forms, cutoff=0.0, n=2)}
             text = "TensorSelection has patterns without effect: %s. The trainer's nearest names are %s"
-            logger.warning(text, ", ".join(idle), ", ".join(sorted(near)))
+            logger.warning(text, first_few(idle), ", ".join(sorted(near)))
 
     def renamed(self, name: str) -> str:
         """Return the name of `name` on the wire. Raises `ConfigError` if the `rename` function returns no string."""

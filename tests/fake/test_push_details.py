@@ -184,8 +184,13 @@ def test_a_part_that_the_engine_was_started_without_is_not_pushed(
         sync = WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S)
         with sync, pytest.raises(ManifestError, match=r"Unexpected 1: visual\.weight"):
             sync.push(model)
-    with closing(FakeEngine(host)) as engine, WeightSync("fsdp", transport, engine, timeout_s=TIMEOUT_S) as sync:
+    chosen = TensorSelection(frozen=("visual.*",), dtypes={"visual.*": "bfloat16", "*": "float32"})
+    with (
+        closing(FakeEngine(host)) as engine,
+        WeightSync("fsdp", transport, engine, selection=chosen, timeout_s=TIMEOUT_S) as sync,
+    ):
         reports = [sync.push(model), sync.push(model)]
+    assert "without effect" not in caplog.text
     assert torch.equal(host.live.weight, torch.ones(8, 4))
     assert [report.nbytes for report in reports] == [8 * 4 * 4] * 2
     told = [record.getMessage() for record in caplog.records if "not loaded" in record.getMessage()]

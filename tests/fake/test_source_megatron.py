@@ -143,6 +143,9 @@ def check_dtypes_of_ties(rank: int, folder: Path) -> None:
     assert [name for name in reading.manifest.names if name in names] == (names if chunks[0].pre_process else [])
     assert not reading.manifest.tied
     assert not held or torch.equal(*held.values())
+    excluding = TensorSelection(exclude=names)
+    source(excluding).read(chunks)
+    assert "lm_head.weight" not in excluding.unmatched()
 
 
 def test_a_tied_output_layer_with_a_dtype_of_its_own_travels(trainers: Trainers, tmp_path: Path) -> None:

@@ -120,3 +120,9 @@ def test_the_selection_says_nothing_of_what_it_has_matched() -> None:
     assert asdict(selection) == asdict(other)
     with pytest.raises(ConfigError, match=r"its fields are exclude, .*, rename$"):
         WeightSync("fsdp", selection={"excluded": ("a",)})  # type: ignore[arg-type]
+
+
+def test_of_a_long_list_of_patterns_the_first_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    told = warned(caplog, [NAMES] * 64, exclude=tuple(f"adapters.{number}" for number in range(2000)))
+    assert "without effect: adapters.0, adapters.1" in told
+    assert "more. The trainer's nearest names are" in told

@@ -104,8 +104,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
             )
         if self._sync is None:
             self._sync = self._open(weights, self._transport, "caller", lambda: self._workers or ())
-        report = await self._sync.push_async(weights, label=global_steps)
-        return report.metrics()
+        return (await self._sync.push_async(weights, label=global_steps)).metrics()
 
     async def send_weights_to_own(self, weights: Weights, global_steps: int | None, sleeps: bool) -> dict[str, Any]:
         """Push to the replicas on the trainer's own GPUs. Collective: every trainer rank calls this.
@@ -116,8 +115,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):
         if self._own_sync is None:
             ranks = await asyncio.to_thread(_gather_ranks, self.prepare()["worker"])
             self._own_sync = self._open(weights, "ipc", "caller" if sleeps else "keep", lambda: ranks)
-        report = await self._own_sync.push_async(weights, label=global_steps)
-        return report.metrics()
+        return (await self._own_sync.push_async(weights, label=global_steps)).metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield nothing: vLLM's workers have the weights already."""

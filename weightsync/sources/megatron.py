@@ -119,7 +119,7 @@ class MegatronSource(LocalSource):
             raise refusal(refused)
         shares = any(chunk.share_embeddings_and_output_weights for chunk in _chunks(model))
         names = {meta.name for meta in metas}
-        is_tied = shares and "model.embed_tokens.weight" in names and not self.selection.excludes("lm_head.weight")
+        is_tied = shares and not self.selection.excludes("lm_head.weight") and "model.embed_tokens.weight" in names
         tied = (("lm_head.weight", "model.embed_tokens.weight"),) if is_tied else ()
         return Reading(Manifest(tuple(metas), tied), shards)
 

@@ -54,7 +54,8 @@ def compile_plan(
     _check(manifest, together, _of_engines(fleet, plans), options)
     as_it_is = {name for pair in together for name in pair}
     travelling = plan_checks.wire_manifest(manifest, distinct, options.selection, as_it_is, transport.sends_unread)
-    options.selection.warn_of_idle(travelling, [each.unmatched for each in everyone], {scale for _, scale in together})
+    tied = set.intersection(*({*plan.duplicates} - {*plan.used} for plan in distinct))
+    options.selection.warn_of_idle(manifest, [each.unmatched for each in everyone], tied | {*dict(together).values()})
     locations = [at for each in everyone for at in each.locations if at.name in travelling]
     together = [pair for pair in together if pair[0] in travelling]
     reads = plan_checks.reads_of(travelling, plans)
