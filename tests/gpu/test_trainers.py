@@ -123,13 +123,10 @@ TRAINERS: dict[str, Callable[[torch.device, Path], Trainer]] = {
 def push_both(rank: int, port: int, kind: str, folder: Path, url: str) -> None:
     """Push B, A and B, and write down what the engine answers with each."""
     dist.destroy_process_group()
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     os.environ["LOCAL_RANK"] = str(rank)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=address, rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     backend, filled = TRAINERS[kind](device, folder)
     answers = []
     with WeightSync(backend, "ipc", url if rank == 0 else None, timeout_s=TIMEOUT_S, max_bytes=2**16) as sync:
