@@ -438,14 +438,21 @@ def test_other_ranks_may_give_an_empty_dict() -> None:
     run_ranks(push_from_rank_0, 2)
 
 
-def test_a_stream_that_ends_early_lacks_a_tensor() -> None:
-    last = list(TENSORS)[-1]
+def test_a_stream_that_ends_early_lacks_the_tensors_left() -> None:
+    last = list(TENSORS)[-2:]
     with (
         closing(FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))) as engine,
         WeightSync("stream", "ipc", engine, timeout_s=30.0) as sync,
     ):
         sync.push(iter(checkpoint(2).items()))
-        with pytest.raises(ManifestError, match=f"gives nothing more, expected {last}") as raised:
-            sync.push(iter(list(checkpoint(3).items())[:-1]))
-    assert raised.value.missing == [last]
+        with pytest.raises(ManifestError, match=f"gives nothing more, expected {last[0]}") as raised:
+            sync.push(iter(list(checkpoint(3).items())[:-2]))
+    assert raised.value.missing == last
     assert raised.value.mismatched == {}
+
+
+def test_a_list_that_is_shorter_than_described_lacks_the_tensors_left() -> None:
+    last = list(TENSORS)[-2:]
+    with pytest.raises(ManifestError, match=f"gives nothing more, expected {last[0]}") as raised:
+        open_source(StreamBackend(TENSORS), TensorSelection()).read(list(checkpoint(2).items())[:-2])
+    assert raised.value.missing == last

@@ -158,7 +158,7 @@ class StreamSource:
 
     def _check(self, meta: TensorMeta | None, at: int) -> None:
         """Raise `ManifestError` if tensor number `at` of the stream is not `meta`. None: the stream has ended."""
-        _compare(meta, self._known[at] if at < len(self._known) else None)
+        _compare(meta, self._known[at] if at < len(self._known) else None, () if meta else self._known[at:])
 
     def _learn(self, model: Model) -> None:
         """Read the stream's names and shapes if they are unknown or may have changed."""
@@ -189,7 +189,7 @@ class StreamSource:
         """Take the stream's tensors, and the names that this rank gives."""
         due = self._given if known or self._rank() == 0 else []  # other ranks may give nothing
         for found, expected in zip_longest(known, due) if due else ():
-            _compare(found, expected)
+            _compare(found, expected, due[len(known) :])
         if known != self._known or held != self._held:
             self._known, self._held, self._reading = known, held, None
             self._places = {meta.name: at for at, meta in enumerate(known)}
@@ -243,11 +243,14 @@ def _all_of(kept: deque[_Arrival], coming: Iterable[_Arrival] = ()) -> Iterator[
     yield from coming
 
 
-def _compare(found: TensorMeta | None, expected: TensorMeta | None) -> None:
-    """Raise `ManifestError` if a tensor of the stream is not the expected one. None: there is no more."""
+def _compare(found: TensorMeta | None, expected: TensorMeta | None, left: Sequence[TensorMeta]) -> None:
+    """Raise `ManifestError` if a tensor of the stream is not the expected one. None: there is no more.
+
+    left: the tensors behind the stream's end.
+    """
     if found != expected:
         told = [f"{meta.name} as {meta.shape} {meta.dtype}" if meta else "nothing more" for meta in (found, expected)]
         advice = "Give the same tensors in the same order at each push and in StreamBackend, or make a new WeightSync"
         text = f"the stream gives {told[0]}, expected {told[1]}. {advice}"
-        wrong = {each.name: told[0] for each in (found, expected) if each is not None}
-        raise ManifestError(text, missing=[] if found else [*wrong], mismatched=wrong if found else {})
+        wrong = {found.name: told[0]} if found else {}
+        raise ManifestError(text, missing=[each.name for each in left], mismatched=wrong)
