@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -146,9 +146,9 @@ def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_selection(given: Any) -> TensorSelection:
-    """Return a `TensorSelection`, a mapping of its options as one, or one of all tensors for None."""
+    """Return a copy of a `TensorSelection`, a mapping of its options as one, or one of all tensors for None."""
     if given is None or isinstance(given, TensorSelection):
-        return given or TensorSelection()
+        return replace(given or TensorSelection())  # a selection notes its matches, and a user may share it
     if not isinstance(given, Mapping):
         raise ConfigError(f"selection={given!r}; expected a TensorSelection, such as TensorSelection(**options)")
     return TensorSelection(**_known("a TensorSelection", TensorSelection, given))

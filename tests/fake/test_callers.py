@@ -172,6 +172,14 @@ def test_a_pattern_that_excludes_nothing_is_told_of_a_save(tmp_path: Path, caplo
     assert "without effect: wait, ^bias. The trainer's nearest names are kernel" in told
 
 
+def test_a_selection_of_two_models_tells_of_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    selection = TensorSelection(exclude=("bias",))
+    save(nn.Linear(2, 2), tmp_path / "first", selection=selection)
+    assert "without effect" not in caplog.text
+    save(nn.Linear(2, 2, bias=False), tmp_path / "second", selection=selection)
+    assert "without effect: bias. " in caplog.text
+
+
 def test_a_pattern_of_a_tied_tensors_other_name_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight

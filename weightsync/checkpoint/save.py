@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from weightsync.checkpoint import shard_files
 from weightsync.checkpoint.safetensors import MAX_SHARD_BYTES, lay_out
 from weightsync.checkpoint.sidecars import Ties, apart_when_loaded, files_beside, with_configs
-from weightsync.config import BackendName
+from weightsync.config import BackendName, read_selection
 from weightsync.errors import ConfigError, ManifestError
 from weightsync.net.ranks import Ranks, collective
 from weightsync.net.update import Update
@@ -73,7 +73,7 @@ def save(
         PlacementError: Files cannot be written.
         WeightSyncError: Any other failure.
     """
-    selection = selection or TensorSelection()
+    selection = read_selection(selection)
     selection.refuse("save, which writes every tensor", "frozen", "only_trained", "unquantized", "keep")
     source = open_source(backend, selection)
     target = Path(folder).absolute()
