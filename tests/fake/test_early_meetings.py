@@ -93,6 +93,21 @@ def test_a_meeting_that_times_out_after_the_plan_fails_the_push(monkeypatch: pyt
         assert sync.push(trainer_model(checkpoint(2))).version == 1
 
 
+def test_rank_0_gives_up_on_a_worker_before_its_own_links_end(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine):
+    """A link that ends first is closed, and the worker would blame rank 0."""
+    links: list[Deadline] = []
+    connect = NcclTransport.connect
+
+    def note(transport: NcclTransport, deadline: Deadline) -> None:
+        links.append(deadline)
+        connect(transport, deadline)
+
+    monkeypatch.setattr(NcclTransport, "connect", note)
+    with WeightSync("fsdp", "broadcast", engine, timeout_s=20.0) as sync:
+        sync.push(trainer_model(checkpoint(2)))
+    assert [each.timeout_s > 20.0 for each in links] == [True]
+
+
 @pytest.mark.forks
 def test_a_worker_that_dies_while_members_meet_is_missed_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     engine = EngineProcess(tmp_path)

@@ -195,11 +195,11 @@ class Fleet:
         requests = [wire.ExportParameters(list(processes))] * len(self.workers)
         return self._ask(requests, wire.ParametersExported, "connect")
 
-    def connect_transport(self, messages: Sequence[wire.Connect], link: Callable[[Deadline], None]) -> None:
+    def connect_transport(self, messages: Sequence[wire.Connect], link: Callable[[], None]) -> None:
         """Send every worker its `Connect`, and wait for every `Connected`. `link` runs in a thread meanwhile."""
         deadline = Deadline(self._timeout_s)
         self._send(messages, deadline, "connect")
-        linking = self._calls.run("connect", link, deadline)
+        linking = self._calls.run("connect", link)
         self._collect(wire.Connected, deadline, "connect")
         await_calls([linking], deadline, "connect", self._check_waiting)
         self._calls.running.remove(linking)

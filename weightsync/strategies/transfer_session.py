@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from msgspec import Struct
 
@@ -124,7 +124,7 @@ class TransferSession:
         own = Memory([each.storages for each in endpoints], transport.in_place(), proof)
         everyone: list[Memory] = ranks.gather(own, "connect", Memory)
         if fleet is None:
-            transport.connect(update.deadline())
+            transport.connect(update.deadline_after_workers())
         else:
             messages = [
                 Connect(
@@ -138,7 +138,7 @@ class TransferSession:
                 )
                 for number, endpoint in enumerate(endpoints)
             ]
-            fleet.connect_transport(messages, transport.connect)
+            fleet.connect_transport(messages, partial(transport.connect, update.deadline_after_workers()))
             fleet.release("init")
         ranks.broadcast(None, "connect")
 
