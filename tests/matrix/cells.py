@@ -108,6 +108,8 @@ def expected(cell: Cell) -> Expected:
             # Who has stopped is not missed before the workers were told to go.
             unseen = conductor_is_gone or cell.how in ("stopped", *CUT_OFF) or cell.who == "rank 0 - worker"
             states = (MUTE,) if unseen else (UNTOUCHED,)
+            if (cell.who, cell.how) == (LINKS[0], "refused"):  # the next message finds it, before Go or after it
+                states = (UNTOUCHED, MUTE)
         case "close":
             states = (PAUSED,) if conductor_is_gone else (NEW,)
         case _:
