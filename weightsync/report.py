@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tqdm import tqdm
@@ -96,9 +97,7 @@ class PushReport:
 
     def metrics(self, prefix: str = "weightsync/") -> dict[str, float]:
         """Return the report as numbers by name, such as "weightsync/total_s", for an experiment tracker."""
-        numbers: dict[str, float] = {
-            name: float(value) for name, value in vars(self).items() if isinstance(value, (int, float))
-        }
+        numbers = {name: float(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
         numbers |= {f"load_paths/{path}": float(count) for path, count in self.load_paths.items()}
         numbers |= {f"pause_s/{engine.name}": engine.pause_s for engine in self.engines}
         numbers["left_out"] = float(len(self.left_out))
@@ -112,12 +111,10 @@ def format_seconds(seconds: float) -> str:
 
 def format_bytes(nbytes: int) -> str:
     """Return a size such as "16.38 GB", in decimal units, like the speeds of storage and networks."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 _BAR_AFTER_S = 1.0
@@ -127,13 +124,24 @@ class Progress(tqdm):  # type: ignore[misc]
     """The chunk numbers of a push, with a progress bar over their iteration.
 
     The bar appears after a second. It never does if standard error is no terminal (`show=None`), with `show=False`, or
-    on ranks that are not `here`.
+    on ranks that are not `here`. A failure to write the bar must not end a push, as when standard error is closed.
     """
 
     def __init__(self, show: bool | None, title: str, numbers: Sequence[int], here: bool) -> None:
         hidden = not here or (None if show is None else not show)
-        super().__init__(numbers, title, leave=False, delay=_BAR_AFTER_S, disable=hidden)
+        try:
+            super().__init__(numbers, title, leave=False, delay=_BAR_AFTER_S, disable=hidden)
+        except Exception:
+            super().__init__(numbers, disable=True)
 
     def __getitem__(self, index: int) -> int:
-        number: int = self.iterable[index]
-        return number
+        return int(self.iterable[index])
+
+    def display(self, *shown: object) -> bool:
+        with suppress(Exception):
+            return bool(super().display(*shown))
+        return False
+
+    def close(self) -> None:
+        with suppress(Exception):
+            super().close()

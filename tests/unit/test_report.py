@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 
 import pytest
 
@@ -46,6 +48,37 @@ def test_a_bar_stays_hidden_elsewhere(monkeypatch):
 
 def test_a_short_push_shows_no_bar(monkeypatch):
     assert "push 7" not in printed(monkeypatch, Terminal(), True)
+
+
+class Broken(Terminal):
+    """A terminal with a broken pipe behind it, from the second write on."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue():
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(text)
+
+
+def closed() -> io.TextIOBase:
+    with open(os.devnull, "w", encoding="utf-8") as stream:
+        return stream
+
+
+@pytest.mark.parametrize("show", [None, True])
+@pytest.mark.parametrize("stream", [Broken, closed, lambda: None], ids=["broken", "closed", "none"])
+def test_a_push_goes_on_when_its_bar_cannot_be_shown(monkeypatch, stream, show):
+    monkeypatch.setattr(report, "_BAR_AFTER_S", 0.0)
+    monkeypatch.setattr("sys.stderr", stream())
+    with Progress(show, "push 7", range(4, 7), True) as numbers:
+        assert next(iter(numbers)) == 4
+        numbers.refresh()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (16_380_000_000, "16.38 GB")]
+)
+def test_sizes_are_in_decimal_units(nbytes, text):
+    assert report.format_bytes(nbytes) == text
 
 
 def test_a_timeline_reports_the_seconds_of_its_phases(monkeypatch):
