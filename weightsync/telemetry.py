@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +27,16 @@ _PHASES = ("plan", "control", "gather", "transfer", "verify", "load", "pause", "
 _WORKER_PHASES = ("transfer", "verify", "load")
 
 
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Log an exception of the body: recorders, and their folders, must end neither a push nor an engine."""
+    try:
+        yield
+    except Exception:
+        logger.exception("a push is missing in the metrics or spans of this process")
+
+
+@_recording()
 def push_succeeded(step: Timeline, report: PushReport) -> None:
     """Record a push. Rank 0 calls it."""
     if (metrics := _metrics(_TrainerMetrics)) is not None:
@@ -39,6 +51,7 @@ def push_succeeded(step: Timeline, report: PushReport) -> None:
     _trace(step, report)
 
 
+@_recording()
 def push_failed(step: Timeline, error: WeightSyncError) -> None:
     """Record a failed push. Rank 0 calls it."""
     if (metrics := _metrics(_TrainerMetrics)) is not None:
@@ -46,6 +59,7 @@ def push_failed(step: Timeline, error: WeightSyncError) -> None:
     _trace(step, error)
 
 
+@_recording()
 def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None:
     """Record a worker's version, and its bytes and seconds of this push in `loaded`."""
     if (metrics := _metrics(_EngineMetrics)) is None:
@@ -58,6 +72,7 @@ def engine_serves(worker: str, version: int, loaded: Done | None = None) -> None
             metrics.engine_seconds.labels(worker, phase).observe(getattr(loaded, f"{phase}_s"))
 
 
+@_recording()
 def engine_failed(worker: str, error: WeightSyncError | None, poisoned: bool) -> None:
     """Record a failed push on a worker, and whether its weights are a mixture.
 
@@ -77,9 +92,7 @@ class _TrainerMetrics:
 
         seconds = partial(Histogram, buckets=_BOUNDS_S)
         newest = partial(Gauge, multiprocess_mode="mostrecent")
-        self.push_seconds = seconds(
-            "weightsync_push_seconds", "Seconds of a push by phase, as in PushReport", ["phase"]
-        )
+        self.push_seconds = seconds("weightsync_push_seconds", "Seconds of a push by phase as in PushReport", ["phase"])
         self.push_pause = seconds("weightsync_push_engine_pause_seconds", "Seconds of an engine's pause", ["engine"])
         self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the pushed weights, sent or not")
         self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes sent by the trainer's ranks")
@@ -98,55 +111,36 @@ class _EngineMetrics:
 
         newest = partial(Gauge, labelnames=["worker"], multiprocess_mode="mostrecent")
         self.engine_seconds = Histogram(
-            "weightsync_engine_seconds",
-            "Seconds of a push by phase, on a worker",
-            ["worker", "phase"],
-            buckets=_BOUNDS_S,
+            "weightsync_engine_seconds", "Seconds of a worker's push by phase", ["worker", "phase"], buckets=_BOUNDS_S
         )
         self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes written to a worker by pushes", ["worker"])
         self.engine_failures = Counter(
             "weightsync_engine_failures", "Errors of workers in pushes, by class", ["worker", "error"]
         )
         self.engine_version = newest("weightsync_engine_version", "The version served by a worker")
-        self.engine_poisoned = newest(
-            "weightsync_engine_poisoned", "1 for a worker with a mixture of weights, which does not answer"
-        )
+        self.engine_poisoned = newest("weightsync_engine_poisoned", "1 for a worker with a mixture of weights")
 
 
 def _metrics(side: type) -> Any:
-    """Return this side's metrics of this process, or None if prometheus_client is not installed."""
+    """Return this side's metrics of this process, or None if prometheus_client is not installed or fails."""
     with _MAKING:  # prometheus_client's registry refuses a second metric of the same name
         return _make_metrics(side)
 
 
 @cache
 def _make_metrics(side: type) -> Any:
-    try:
+    with _recording(), suppress(ImportError):
         return side()
-    except ImportError:
-        return None
-    except Exception:  # prometheus_client's own errors, such as a missing folder, must not end a push or an engine
-        logger.exception("no metrics of pushes are kept in this process")
-        return None
-
-
-@cache
-def _tracer() -> Any:
-    """Return the tracer, or None if opentelemetry is not installed."""
-    try:
-        from opentelemetry import trace
-    except ImportError:
-        return None
-    return trace.get_tracer("weightsync")
+    return None
 
 
 def _trace(step: Timeline, outcome: PushReport | WeightSyncError) -> None:
-    """Record the spans of a finished push, below the current span."""
-    tracer = _tracer()
-    if tracer is None:
+    """Record the spans of a finished push, below the current span. Do nothing if opentelemetry is not installed."""
+    try:
+        from opentelemetry import trace
+    except ImportError:
         return
-    from opentelemetry import trace
-
+    tracer = trace.get_tracer("weightsync")
     push = tracer.start_span("weightsync push", start_time=step.started_ns)
     if not push.is_recording():
         return
