@@ -106,6 +106,7 @@ def test_an_engine_of_ones_own_may_know_its_address():
         ("ftp://host:1", "not the URL of a server"),
         ("http://host:8000?x=1", "not the URL of a server"),
         ("http://host:port", "not a URL"),
+        ("http://.host:8000", "not a URL"),
         ("http://host:8000/v1", "without /v1"),
         ("http://user:secret@host:8000", "^(?!.*secret).*names a user"),
         ("http://a:1,http://b:2", "not a URL"),
@@ -217,6 +218,11 @@ def http_engine(url: str, timeout_s: float = 5.0) -> HttpEngine:
 
 
 ASKED_FOR_CORES = [("GET", f"/get_world_size?include_dp={word}", None) for word in ("true", "false")]
+
+
+def test_a_path_before_the_routes_travels_as_browsers_send_it(server):
+    http_engine(f"{server.url}/mod\xe8le a/%2f:b/").start()
+    assert server.requests == [("POST", "/mod%C3%A8le%20a/%2f:b/start_weight_update", None)]
 
 
 def test_http_sends_what_vllm_expects(server, monkeypatch):

@@ -41,9 +41,10 @@ def test_an_address_or_an_interface_may_be_said(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOST, "nobody.invalid")
-    with pytest.raises(ConfigError, match=rf"{HOST}=nobody\.invalid.*its interfaces \(lo"):
-        address_facing("127.0.0.1")
+    for name in ("nobody.invalid", ".nobody"):
+        monkeypatch.setenv(HOST, name)
+        with pytest.raises(ConfigError, match=rf"{HOST}={name}: .*its interfaces \(lo"):
+            address_facing("127.0.0.1")
     for anywhere in ("0.0.0.0", "::"):  # in an `init` call these mean that the trainer dials
         monkeypatch.setenv(HOST, anywhere)
         with pytest.raises(ConfigError, match=rf"{HOST}={anywhere}: no engine can dial.*its interfaces \(lo"):

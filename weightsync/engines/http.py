@@ -113,6 +113,7 @@ class HttpEngine:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # as a connection does, but its `UnicodeError` is no `OSError`
         except ValueError as error:
             raise ConfigError(f"{url!r} is not a URL: {error}") from error
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
@@ -130,7 +131,7 @@ class HttpEngine:
         self.host = calls.LOCAL if host == "localhost" else host
         self._address = host, port
         self._connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._prefix = parts.path.rstrip("/")
+        self._prefix = quote(parts.path.rstrip("/"), "/%:@!$&'()*+,;=")
         self._has_plug_ins = True
         self._has_workers = False
         self._session = ""
@@ -251,17 +252,14 @@ class HttpEngine:
             self._post("/update_weight_version", {"new_version": version})
 
     def version(self) -> str | None:
-        try:
+        with suppress(UnsupportedError):  # before vLLM 0.27
             return str(self._get("/weight_info", _WeightInfo).weight_version)
-        except UnsupportedError:  # before vLLM 0.27
-            return None
+        return None
 
     def is_alive(self) -> bool:
-        try:
-            status, _ = self._request("GET", _HEALTH, None, min(self.timeout_s / 2, timeouts.HEALTH_TIMEOUT_S))
-        except WeightSyncError:
-            return False
-        return status == 200
+        with suppress(WeightSyncError):
+            return self._request("GET", _HEALTH, None, min(self.timeout_s / 2, timeouts.HEALTH_TIMEOUT_S))[0] == 200
+        return False
 
     def max_lora_rank(self) -> int | None:
         lora = self._get(_SERVER_INFO, _ServerInfo).vllm_config.lora_config
@@ -332,9 +330,8 @@ class HttpEngine:
         except ValueError as error:
             raise EngineError(f"{path}: the answer is not vLLM's: {error}", who=self.name) from error
         last = max((when for when, _ in samples), default=0.0)
-        newest = [labels for when, labels in samples if when == last]
-        found = {name for labels in newest for names in _LORA_LABEL.findall(labels) for name in names.split(",")}
-        return found - {""}
+        newest = [names for when, labels in samples if when == last for names in _LORA_LABEL.findall(labels)]
+        return {name for names in newest for name in names.split(",")} - {""}
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return self.call("POST", path, body)

@@ -146,7 +146,7 @@ def _configured() -> str | None:
         if (found := str(socket.getaddrinfo(said, None)[0][4][0])) in ANYWHERE:
             raise OSError("no engine can dial this address")
         return found
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigError(
             f"{HOST}={said}: {error}; expected an address of this host, or one of its interfaces ({names})"
