@@ -8,13 +8,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from weightsync.errors import ConfigError
 from weightsync.net import runtime, timeouts, uninterrupted
-from weightsync.net.runtime import close_in_thread, collector_paused, describe_device, spawn
+from weightsync.net.runtime import close_in_thread, collector_paused, describe_device, is_running, spawn, this_process
 
 TIMEOUT_S = 10.0
 
@@ -35,6 +36,18 @@ def run_one() -> threading.Thread:
     while not runtime._idle and thread.is_alive():
         pass
     return thread
+
+
+def test_a_process_is_identified_whatever_its_name_is() -> None:
+    """The kernel cuts a script's name off after 15 bytes, also inside of a letter."""
+    name, before = Path("/proc/self/comm"), this_process()
+    was = name.read_bytes()
+    try:
+        name.write_bytes(b") " + "\N{CYRILLIC SMALL LETTER TE}".encode() * 8)
+        assert this_process() == before
+        assert is_running(before)
+    finally:
+        name.write_bytes(was)
 
 
 def test_one_thread_serves_call_after_call() -> None:

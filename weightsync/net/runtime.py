@@ -76,12 +76,11 @@ def started_ticks(pid: int) -> int | None:
 
     Two processes with the same pid, one after the other, have different start times.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # the kernel cuts a process's name inside letters
+        state, *fields = stat.rpartition(")")[2].split()
+        return None if state in "ZX" else int(fields[18])
+    return None
 
 
 def this_process() -> str:
