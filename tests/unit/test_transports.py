@@ -21,7 +21,7 @@ from tcp_transport import TcpReceiver, TcpTransport
 from weightsync import transports
 from weightsync.errors import ConfigError, PlacementError, ProtocolError
 from weightsync.net.runtime import Deadline
-from weightsync.transports import GROUP, members, open_receiver, open_transport
+from weightsync.transports import GROUP, members, open_receiver, open_transport, shared_handles
 from weightsync.transports.base import LocalTensors
 from weightsync.transports.files import FilesReceiver
 from weightsync.transports.ipc import IpcReceiver, IpcTransport, filled
@@ -225,6 +225,12 @@ def test_shared_file_without_room_raises_placement_error_and_leaves_nothing():
     with pytest.raises(PlacementError, match=r"no room for .* bytes in /dev/shm"):
         SharedFile(1 << 60)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_machine_without_shared_memory_raises_placement_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_handles, "SHARED_MEMORY", str(tmp_path / "missing"))
+    with pytest.raises(PlacementError, match=r"No such file.*give the container a writable tmpfs there"):
+        SharedFile(64)
 
 
 def test_what_a_worker_was_not_told_of_memory_is_a_protocol_error(file: SharedFile):

@@ -71,20 +71,21 @@ Handle: TypeAlias = tuple[str, dict[str, Any]]
 class SharedFile:
     """A new file in shared memory, private to this user, zeroed and mapped as 1-D uint8 `data`. It never has a name.
 
-    Raises `PlacementError` if there is no room.
+    Raises `PlacementError` if there is no room, or no such memory.
     """
 
     def __init__(self, nbytes: int) -> None:
-        fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-        self._file = os.fdopen(fd, "rb")
         try:
+            fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
+            self._file = os.fdopen(fd, "rb")
             os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm raises here, and would otherwise crash the first write
             self.data = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
-            self.close()
+            if hasattr(self, "_file"):
+                self.close()
             raise PlacementError(
-                f"no room for {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller chunks (max_bytes) or give the "
-                "container more shared memory"
+                f"no room for {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller chunks (max_bytes), or give the "
+                "container a writable tmpfs there with more memory"
             ) from error
 
     def handle(self) -> Handle:
