@@ -41,6 +41,19 @@ def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+def test_a_locale_without_the_letters_of_an_output_ends_no_command(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "place_ppo.json"
+    job = tmp_path / "job.json"
+    job.write_text(
+        example.read_text(encoding="utf-8").replace("actor", "\N{CYRILLIC SMALL LETTER A}ctor"), encoding="utf-8"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "weightsync", "place", job]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert r"\u0430ctor" in ran.stdout
+
+
 def test_plan_shows_what_fuses_where_and_on_a_terminal_what_it_waits_for(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.setenv("TERM", "xterm")

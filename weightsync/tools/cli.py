@@ -34,7 +34,9 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -76,6 +78,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     from rich.console import Console
 
+    # As standard error does: a locale may lack letters of a path.
+    with suppress(AttributeError, OSError):  # standard output is closed, or no file
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         if serves:
             import_module("weightsync.vllm.serve").serve(arguments[1:])

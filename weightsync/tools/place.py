@@ -107,7 +107,7 @@ class Placement:
 def read_job(path: Path) -> Job:
     """Return the job of a JSON file. Raise `ConfigError` for a file that describes none."""
     try:
-        given = json.loads(path.read_text())
+        given = json.loads(path.read_bytes())
         given["roles"] = {
             name: Role(**{**role, "seconds": {stage: _by_size(found) for stage, found in role["seconds"].items()}})
             for name, role in given["roles"].items()
