@@ -677,6 +677,19 @@ def test_everything_that_cannot_be_read_is_listed_at_once() -> None:
     assert rest.read(model).manifest.names == ("fine.weight", "fine.bias")
 
 
+def test_offloaded_weights_can_be_read_after_what_their_refusal_says() -> None:
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    weight = model[0].weight.detach().clone()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="if accelerate offloads it, `remove_hook_from_submodules`"):
+        source().read(model)
+    remove_hook_from_submodules(model)
+    assert torch.equal(source().read(model).shards[0].tensor, weight)
+
+
 @given(st.data())
 def test_a_strided_shard_is_cut_after_the_dimensions_to_its_right(data: st.DataObject) -> None:
     length = data.draw(st.integers(0, 40))

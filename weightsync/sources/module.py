@@ -30,7 +30,7 @@ from weightsync.sources.peft import Adapter, adapters_around
 from weightsync.sources.state_dict_hooks import changed_when_saved, hooks_of
 from weightsync.sources.wrapped_tensors import inner_tensor
 
-ON_META = "it is on the meta device and has no values; materialise it first (`to_empty`, then load)"
+ON_META = "it is on the meta device: load it after `to_empty`; if accelerate offloads it, `remove_hook_from_submodules`"
 
 
 @dataclass(frozen=True, slots=True)
