@@ -212,6 +212,18 @@ def test_a_key_file_is_its_owners_alone(tmp_path: Path, monkeypatch):
     monkeypatch.undo()
 
 
+def test_a_key_of_any_bytes_is_the_same_in_the_variable_and_in_a_file(tmp_path: Path, monkeypatch):
+    key = bytes(range(160, 192))  # no UTF-8
+    path = tmp_path / "key"
+    path.write_bytes(key + b"\n")
+    path.chmod(0o600)
+    monkeypatch.setenv(authentication.KEY, os.fsdecode(key))
+    assert read_key() == key
+    monkeypatch.delenv(authentication.KEY)
+    monkeypatch.setenv(authentication.KEY_FILE, str(path))
+    assert read_key() == key
+
+
 @pytest.mark.parametrize("content", ["", " \n", "short"])
 def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, monkeypatch, content: str):
     path = tmp_path / "key"

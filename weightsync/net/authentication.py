@@ -46,7 +46,7 @@ def read_key() -> bytes:
 
     Raises `ConfigError` for a key that is too short, and for a key file with wrong contents, owner or permissions.
     """
-    key = os.environ.get(KEY, "").strip().encode()
+    key = os.environb.get(KEY.encode(), b"").strip()  # as bytes: a key need be no text
     if not key and (path := os.environ.get(KEY_FILE)):
         named = f"{KEY_FILE}={path}"
         try:
