@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -485,10 +486,13 @@ def test_older_adapters_go_after_their_last_request(model: Any, memory: Path):
     assert list(memory.iterdir()) == []
 
 
-def test_adapters_of_a_trainer_that_was_killed_go_with_the_next_one(model: Any, memory: Path):
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_adapters_of_a_trainer_that_was_killed_go_with_the_next_one(model: Any, memory: Path, umask: int):
     engine = FakeEngine()
     killed = WeightSync("fsdp", "lora", engine)
+    before = os.umask(umask)
     killed.push(model)
+    os.umask(before)
     killed._strategy._folder.close()  # as its lock goes with its process
     killed._strategy._folder = None
     killed.close()
@@ -518,7 +522,7 @@ def test_files_in_use_outlive_their_trainer_and_are_removed_by_the_next(model: A
         old = sync.adapter
         engine.in_use = {old.name}
     assert names_in(memory) == ["policy-1"]
-    (memory / "weightsync-lora-of-one-that-was-killed").mkdir()
+    (memory / "weightsync-lora-of-one-that-was-killed").mkdir(mode=0o700)
     with (
         WeightSync("fsdp", LoraTransport(keep_last=1), engine) as sync,
         WeightSync("fsdp", "lora", FakeEngine()) as other,

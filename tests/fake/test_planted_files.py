@@ -83,7 +83,8 @@ def test_what_others_may_write_is_not_adopted_though_it_is_the_users_own(memory:
 
 def test_what_an_earlier_trainer_of_the_user_has_left_in_memory_goes(memory: Path, tmp_path: Path) -> None:
     own = memory / "weightsync-lora-own"
-    (own / ADAPTER).mkdir(parents=True)
+    own.mkdir(mode=0o700)
+    (own / ADAPTER).mkdir()
     (own / "policy-8-0123abcd").symlink_to(tmp_path / "nothing")
     (own / "policy-9-0123abcd").mkdir()
     os.mkfifo(own / ".removed-pipe")

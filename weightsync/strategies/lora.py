@@ -388,8 +388,11 @@ class AdapterFolder(LockedFolder):
         return sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, path.name))
 
     def _adapters(self, root: Path) -> list[Path]:
-        """Return the adapters in a folder. They must belong to this user, or to the owner of the user's folder."""
-        owners = () if self.is_private else (root.stat().st_uid,)
+        """Return the adapters in a folder. They must belong to this user, or to the folder's owner.
+
+        They may be writable by others, as under umask 002: a private folder keeps others out.
+        """
+        owners = (root.stat().st_uid,)
         return [path for path in root.iterdir() if self.version(path.name) is not None and is_own_folder(path, owners)]
 
     def _abandoned(self) -> Iterator[Path]:
