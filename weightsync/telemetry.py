@@ -96,9 +96,7 @@ class _TrainerMetrics:
         self.push_pause = seconds("weightsync_push_engine_pause_seconds", "Seconds of an engine's pause", ["engine"])
         self.push_bytes = Counter("weightsync_push_bytes", "Bytes of the pushed weights, sent or not")
         self.push_sent_bytes = Counter("weightsync_push_sent_bytes", "Bytes sent by the trainer's ranks")
-        self.push_failures = Counter(
-            "weightsync_push_failures", "Failed pushes, by class of the error and phase", ["error", "phase"]
-        )
+        self.push_failures = Counter("weightsync_push_failures", "Failed pushes by error and phase", ["error", "phase"])
         self.push_version = newest("weightsync_push_version", "The version pushed last")
         self.push_left_out = newest("weightsync_push_left_out", "Engines without the last version")
 
@@ -114,9 +112,7 @@ class _EngineMetrics:
             "weightsync_engine_seconds", "Seconds of a worker's push by phase", ["worker", "phase"], buckets=_BOUNDS_S
         )
         self.engine_bytes = Counter("weightsync_engine_bytes", "Bytes written to a worker by pushes", ["worker"])
-        self.engine_failures = Counter(
-            "weightsync_engine_failures", "Errors of workers in pushes, by class", ["worker", "error"]
-        )
+        self.engine_failures = Counter("weightsync_engine_failures", "Workers' errors by class", ["worker", "error"])
         self.engine_version = newest("weightsync_engine_version", "The version served by a worker")
         self.engine_poisoned = newest("weightsync_engine_poisoned", "1 for a worker with a mixture of weights")
 

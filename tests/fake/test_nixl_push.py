@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import FakeEngine, ModuleHost, TinyEngineModel, checkpoint, cold, module_of, trainer_model
+from ranks import run_ranks
 from recorders import RecordedEngine
+from test_forks import in_a_fork
 from torch import nn
 
 from weightsync import ConfigError, PeerError, PlacementError, WeightSync, WeightSyncError
@@ -123,6 +126,31 @@ def test_close_ends_the_agents_and_closes_their_files(engine: RecordedEngine):
         while open_files() > left:  # the last connections close in threads
             assert time.monotonic() < until
             time.sleep(0.05)
+
+
+def pushes_around_a_fork(rank: int) -> None:
+    """Push before and after a child, forked in between, has freed all that it inherited."""
+    os.environ["UCX_TLS"] = "tcp,cuda_copy"
+    model = trainer_model(checkpoint(2))
+    engine = FakeEngine(ModuleHost(TinyEngineModel, checkpoint(1)))
+    sync: WeightSync | None = WeightSync("fsdp", "nixl", engine, timeout_s=TIMEOUT_S)
+    sync.push(model)
+
+    def leave() -> str:
+        nonlocal sync
+        sync = None
+        engine.sessions.clear()
+        gc.collect()
+        return "left"
+
+    assert in_a_fork(leave) == "left"
+    assert sync.push(model).version == 2
+    sync.close()
+    engine.close()
+
+
+def test_a_forked_child_that_frees_an_agent_does_not_end_its_parent():
+    run_ranks(pushes_around_a_fork, 1)
 
 
 def test_trainer_that_has_failed_cannot_be_read_any_more(

@@ -9,11 +9,13 @@ Agents tell each other counts, in notifications of NIXL's. A count only grows.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -98,6 +100,7 @@ class Agent:
 
     def __init__(self, backend: str) -> None:
         """Start an agent with this backend of NIXL's. Raises `PlacementError` if the backend does not start."""
+        _agents.add(self)
         self._nixl = nixl = load_nixl()
         self.name = secrets.token_hex(8)
         self.slots: list[torch.Tensor] = []
@@ -261,11 +264,17 @@ class Agent:
 
     def _descriptors(self, address: int, pieces: Sequence[tuple[int, int]], gpu: int | None) -> Any:
         """Return NIXL's descriptors of pieces of memory: first byte behind the address, and size."""
-        rows = [(address + first, nbytes, gpu or 0) for first, nbytes in pieces]
-        return self._nixl.nixlXferDList(self._kind(gpu), rows)
+        return self._nixl.nixlXferDList(self._kind(gpu), [(address + at, nbytes, gpu or 0) for at, nbytes in pieces])
 
     def _kind(self, gpu: int | None) -> Any:
         return self._nixl.DRAM_SEG if gpu is None else self._nixl.VRAM_SEG
+
+
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+# A forked child must never free them: UCX would take the parent's sockets out of the common epoll, and end the parent.
+os.register_at_fork(
+    after_in_child=lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent._agent)) for agent in _agents]
+)
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:
