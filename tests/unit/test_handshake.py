@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from weightsync.errors import ConfigError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
+from weightsync.errors import ConfigError, EngineError, PeerError, ProtocolError, SyncTimeoutError, WeightSyncError
 from weightsync.net import authentication, timeouts
 from weightsync.net.authentication import ANSWER_BYTES, SEAL_BYTES, derive_keys, greeting, read_key, refuse_other_users
 from weightsync.net.connection import Connection, dial
@@ -161,6 +161,19 @@ def test_who_has_another_key_or_none_is_told_so_and_sends_nothing(keep, monkeypa
         arrive(listener, keep)
     with pytest.raises(SyncTimeoutError, match="was turned away: it has"):
         admission.outcome()
+
+
+def test_an_error_while_workers_are_awaited_says_why_one_was_turned_away(keep):
+    """Such as a rank that cannot find the user of its worker. The call's own error knows nothing of it."""
+    listener = opened(keep)
+    knock(listener, keep).sendall(b"x" * 48)
+
+    def check() -> None:
+        if listener.refused:
+            raise EngineError("this engine's workers have not connected")
+
+    with pytest.raises(EngineError, match=r"have not connected; 127\..* was turned away: it does not speak"):
+        listener.admit("worker", 0, Deadline(10.0), "init", check)
 
 
 def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch):

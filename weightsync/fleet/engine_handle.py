@@ -286,7 +286,7 @@ def admit(
         if call.ended_s() > timeouts.WORKER_ARRIVAL_S or (deadline.passed() and not call.is_alive()):
             raise EngineError(
                 f"{call.name} returned, but no worker connected. Start the engine with "
-                f'weight_transfer_config={{"backend": "weightsync"}}, and look into its log. {listener.refused}',
+                f'weight_transfer_config={{"backend": "weightsync"}}, and look into its log',
                 phase="init",
             )
         if doubt.passed() and not early:

@@ -159,6 +159,7 @@ class Listener:
         try:
             return self._admit(role, group, deadline, phase, check)
         except WeightSyncError as error:
+            error.message += f"; {self.refused}" if self.refused else ""  # perhaps the cause
             for _, (_, connection) in _taken(self._arrived.popitem):
                 connection.try_send(Failure(error.to_fields()), Deadline(1.0), phase)
                 connection.close()
@@ -184,8 +185,7 @@ class Listener:
                 known = f"{len(present)} of {worlds.pop()} have" if worlds else none
                 dialled = [place for key in present if (place := self._arrived[key][1].dialled)]
                 where = ", ".join(host_port(*place) for place in dialled or self.listening.values())
-                refused = f"; {self.refused}" if self.refused else ""
-                error = timed_out([f"{kind} ({known} connected to {where}{refused})"], phase, deadline)
+                error = timed_out([f"{kind} ({known} connected to {where})"], phase, deadline)
                 if dialled or not self.listening.keys().isdisjoint(ANYWHERE):
                     error.message += f". {NOT_DIALLED}"
                 raise error
