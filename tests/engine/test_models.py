@@ -8,7 +8,7 @@ The document is what this module found. A run of all of it fails when the docume
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -254,10 +254,14 @@ def test_what_no_push_can_renew_is_refused(engines: Remote, trainers: Trainers):
     with pytest.raises(UnsupportedError, match="the parameters are another process's memory"):
         trainers.call(push, "B")
     engines.call(load_from, "auto")
-    kept = ("_merged_conv_weight", None), ("_fse_fuse_gate", True), ("specialized_decode_config", "settings")
-    for attribute, value in kept:
+    kept = {
+        "_merged_conv_weight": (None, r"checkpoint \["),
+        "_fse_fuse_gate": (True, "without VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS"),
+        "specialized_decode_config": ("settings", "without decode_backend"),
+    }
+    for attribute, (value, way_out) in kept.items():
         engines.call(keep_what_a_forward_makes, attribute, value)
-        with pytest.raises(UnsupportedError, match=rf"vLLM makes \w+\.{attribute} from weights once"):
+        with pytest.raises(UnsupportedError, match=rf"once, by \w+\.{attribute}, and.*{way_out}"):
             trainers.call(push, "B")
     assert engines.call(Engines.refusal) == ""
     engines.call(keep_what_a_forward_makes, "_fse_fuse_gate", False)
@@ -308,6 +312,13 @@ class Planner:
         from weightsync.worker.trace import trace_loader
 
         with mock.patch("weightsync.vllm.plan_offline.trace_by_example", trace_loader):
+            return self.plan(*args)
+
+    def plan_changed(self, method: str, replacement: Callable[..., Any], *args: Any) -> list[WorkersPlan]:
+        """`plan`, with another method of vLLM's class for Llama."""
+        from vllm.model_executor.models.llama import LlamaForCausalLM
+
+        with mock.patch.object(LlamaForCausalLM, method, replacement, create=True):
             return self.plan(*args)
 
     def plan(self, folder: Path, manifest: Manifest, tp: int, expert_parallel: bool) -> list[WorkersPlan]:
@@ -391,6 +402,25 @@ def test_too_many_and_too_few_experts_are_found(planner: Remote, tmp_path: Path)
     many = planner.call(Planner.plan, tmp_path / "4", five, 2, True)
     read = {copy.name for worker in many for copy in worker.copies}
     assert "model.layers.0.mlp.experts.4.down_proj.weight" not in read
+
+
+def load_and_note(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    model.is_scaled = True
+    return [name for name, _ in weights]
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("process_weights_after_loading", "from weights once, by LlamaForCausalLM"),
+        ("load_weights", r"sets LlamaForCausalLM\.is_scaled"),
+    ],
+)
+def test_a_model_that_a_push_refuses_has_no_plan(planner: Remote, tmp_path: Path, method: str, reason: str):
+    request = tmp_path, offered(tmp_path, "llama"), 1, False
+    with pytest.raises(UnsupportedError, match=reason):
+        planner.call(Planner.plan_changed, method, load_and_note, *request)
+    planner.call(Planner.plan, *request)
 
 
 # ---------------------------------------------------------------------------------------------------------------

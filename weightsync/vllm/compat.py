@@ -28,9 +28,12 @@ HAVE_RUN = (0, 20), (0, 33)
 
 _MADE_IN_FORWARD = "_merged_conv_weight", "_wp_fp32", "sink_populated", "update_cache", "patch_pos_embed"
 """Attributes for values that vLLM's first forward makes from weights, in GLM-5 Next, openPangu, FoPE and HunYuan-VL."""
-_MAKERS = "_fse_fuse_gate", "_fp8_dynamic_scale", "specialized_decode_config"
-"""Attributes that are set if vLLM keeps such values: of a shared expert's gate on AMD, of an encoder in fp8. The last
-one is of the `decode_backend` "latency_specialized"."""
+_MAKERS = {
+    "_fse_fuse_gate": "VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS",
+    "_fp8_dynamic_scale": 'mm_encoder_attn_dtype="fp8", or with its mm_encoder_fp8_scale_path',
+    "specialized_decode_config": "decode_backend",
+}
+"""Attributes that are set if vLLM keeps such values, each with the option behind it."""
 
 
 def release() -> tuple[int, int] | None:
@@ -265,13 +268,19 @@ def post_processed_attention(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def made_in_forward(model: nn.Module) -> str:
-    """Return "class.attribute" of a value made from weights and kept by vLLM's first forward, or ""."""
+def refuse_made_once(model: nn.Module) -> None:
+    """Raise `UnsupportedError` if vLLM makes values from a model's weights once, and keeps them."""
+    hook = "process_weights_after_loading"
+    made = {f"{type(model).__name__}.{hook}": ""} if hasattr(type(model), hook) else {}
     for module in model.modules():
-        own = vars(module)
-        if names := [*(name for name in _MADE_IN_FORWARD if name in own), *(name for name in _MAKERS if own.get(name))]:
-            return f"{type(module).__name__}.{names[0]}"
-    return ""
+        own, kind = vars(module), type(module).__name__
+        made |= {f"{kind}.{name}": "" for name in _MADE_IN_FORWARD if name in own}
+        made |= {f"{kind}.{name}": f", or start it without {one}" for name, one in _MAKERS.items() if own.get(name)}
+    for name, way_out in made.items():
+        raise UnsupportedError(
+            f"vLLM makes values from weights once, by {name}, and would not make them again after a push. Restart the "
+            f"engine from a checkpoint{way_out}"
+        )
 
 
 def has_released(attention: Any) -> bool:

@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest
+from weightsync.vllm import compat
 from weightsync.vllm.pristine import build_on_meta
 from weightsync.worker.repeated_layers import trace_by_example
 from weightsync.worker.trace import Trace, named_tensors, uncovered
@@ -60,6 +61,7 @@ def plan_workers(
 
     Raises:
         ConfigError: vLLM has no such model, or its sizes cannot be divided.
+        UnsupportedError: A push into such an engine is refused.
     """
     arguments = EngineArgs(
         model=str(model_dir),
@@ -91,6 +93,7 @@ def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
             "vLLM cannot make a model of this config for "
             f"{config.parallel_config.tensor_parallel_size} tensor parallel workers: {reason}"
         ) from error
+    compat.refuse_made_once(model)
     load_weights: Any = model.load_weights
     trace = trace_by_example(model, load_weights, manifest)
     missing, doubled = uncovered(model, trace)
@@ -110,9 +113,8 @@ def _alone() -> Iterator[Callable[[int, int], None]]:
         )
         parallel_state.initialize_model_parallel(1, 1, backend="gloo")
         try:
-            groups = [parallel_state.get_tp_group()]
-            if parallel_state._EP is not None:  # models without experts have no such group
-                groups.append(parallel_state.get_ep_group())
+            # Models without experts have no group for experts.
+            groups = [group for group in (parallel_state._TP, parallel_state._EP) if group is not None]
 
             def become(rank: int, size: int) -> None:
                 for group in groups:

@@ -125,16 +125,8 @@ class VllmModel:
         check_resets(config)
         self._handed_over.watch(config.kv_transfer_config)
         supported_quant.check(self.live, config.quant_config, self.device)
-        if hasattr(type(self._model), "process_weights_after_loading"):
-            raise UnsupportedError(
-                f"{type(self._model).__name__} derives state from its weights in a hook of its own, and the hook "
-                "cannot run twice; restart the engine from a checkpoint"
-            )
-        if made := compat.made_in_forward(self.live):
-            raise UnsupportedError(
-                f"vLLM makes {made} from weights once, and would not make it again after a push. Restart the engine "
-                "from a checkpoint, or start it without the option behind it, such as decode_backend"
-            )
+        for model in filter(None, (self._model, self._drafter)):
+            compat.refuse_made_once(model)
 
     def pristine(self) -> nn.Module:
         if self._pristine is None:
@@ -145,8 +137,7 @@ class VllmModel:
             if self.may_discard and self._constants is None:
                 _refuse_unnoted(made)
             self._pristine, self._constructed = pristine, {place: tensor.shape for place, tensor in made.items()}
-            if self._drafter is not None:
-                share_alike(self.live, self._pristine)
+            share_alike(self.live, self._pristine)
             tie_alike(self.live, self._pristine)
         return self._pristine
 

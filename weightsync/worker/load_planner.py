@@ -22,7 +22,6 @@ from weightsync.worker import ties
 from weightsync.worker.checkpoint_quantize import QuantizedTensors, collapse, expert_padding, renamed, trace_quantized
 from weightsync.worker.engine_model import DRAFTER, EngineModel
 from weightsync.worker.fused_checkpoint import find_checkpoint_recipes
-from weightsync.worker.loader_marks import refuse_marks
 from weightsync.worker.module_groups import Addresses, Kernels, ModuleGroup, find_groups, moved_views
 from weightsync.worker.placement import place
 from weightsync.worker.probe_load_paths import probe_groups
@@ -149,8 +148,7 @@ class LoadPlanner:
 
     def _trace_models(self, manifest: Manifest) -> Trace:
         """Trace the loader of the model, and the drafter's loader for the drafter's own parameters."""
-        with refuse_marks(self._model.pristine()):
-            trace = self._trace_model(manifest)
+        trace = self._trace_model(manifest)
         drafted = self._trace_drafter(manifest)  # its loader notes harmlessly which tensors it has of its own
         read = drafted.read()
         own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}

@@ -18,6 +18,7 @@ from torch import nn
 
 from weightsync.planning.alike_layers import AlikeLayers, LayerName, alike_layers
 from weightsync.planning.layout import LoadCopy, Manifest, TensorMeta
+from weightsync.worker.loader_marks import refuse_marks
 from weightsync.worker.reachable import LEAVES, children_of, code_of, same_layout
 from weightsync.worker.trace import Feed, LoadWeights, Trace, run_loader, trace_loader, uncovered
 
@@ -28,12 +29,15 @@ _MOST_OBJECTS = 20_000
 
 
 def trace_by_example(model: nn.Module, load_weights: LoadWeights, manifest: Manifest) -> Trace:
-    """Trace a loader as `trace_loader` does, with fewer tensors if the model repeats its layers."""
+    """Trace a loader as `trace_loader` does, with fewer tensors if the model repeats its layers.
+
+    Raises `UnsupportedError` for a loader with a memory of its own.
+    """
     alike = alike_layers(manifest)
-    trace = None
-    if sum(len(each.names(each.others)) for each in alike) >= _WORTH:
-        trace = _trace_examples(model, load_weights, manifest, alike)
-    return trace or trace_loader(model, load_weights, manifest)
+    repeats = sum(len(each.names(each.others)) for each in alike) >= _WORTH
+    with refuse_marks(model):
+        trace = _trace_examples(model, load_weights, manifest, alike) if repeats else None
+        return trace or trace_loader(model, load_weights, manifest)
 
 
 def _trace_examples(
