@@ -766,6 +766,22 @@ class ScalesOnce(TinyEngineModel):
             self.is_scaled = True
 
 
+class DropsItsFactor(TinyEngineModel):
+    """As MuseSpark of vLLM 0.33: the loader folds a factor into a weight, and drops the factor."""
+
+    factor: float | None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.factor = 2.0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        if self.factor is not None:
+            self.embed.weight.data *= self.factor
+        self.factor = None
+
+
 class Sums(TinyEngineModel):
     """As DeepSeek-V4 of vLLM 0.28: the loader keeps a sum for the forward."""
 
@@ -780,7 +796,7 @@ class Sums(TinyEngineModel):
         self.sums = self.embed.weight.detach().sum(1)
 
 
-@pytest.mark.parametrize(("kind", "what"), [(ScalesOnce, "is_scaled"), (Sums, "sums")])
+@pytest.mark.parametrize(("kind", "what"), [(ScalesOnce, "is_scaled"), (DropsItsFactor, "factor"), (Sums, "sums")])
 def test_a_loader_with_a_memory_of_its_own_is_refused_each_time(kind: type[TinyEngineModel], what: str):
     host = ModuleHost(kind, checkpoint(1))
     before = {name: tensor.clone() for name, tensor in host.live.state_dict().items()}

@@ -1,7 +1,8 @@
 """A check for loaders with a memory of their own: flags and tensors on modules, beside parameters and buffers.
 
-A loader may scale a parameter once and note that it has, or sum a weight over a dimension for the forward. The first
-would not be done again, and the second would stay as it is. Numbers are mostly sizes of what a loader makes.
+A loader may scale a parameter once, and note that it has or drop the factor. It may also sum a weight over a dimension
+for the forward. The first would not be done again, and the sum would stay as it is. Numbers are mostly sizes of what a
+loader makes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from torch import nn
 
 from weightsync.errors import UnsupportedError, first_few
-from weightsync.worker.reload import ABSENT, attributes_of
+from weightsync.worker.reload import attributes_of
 
-_KINDS = (bool, torch.Tensor)
+_KINDS = (bool, torch.Tensor, type(None))
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def refuse_marks(model: nn.Module) -> Iterator[None]:
 
 def _take_back(module: nn.Module, old: dict[str, Any]) -> list[str]:
     now = attributes_of(module).items()
-    new = [key for key, value in now if isinstance(value, _KINDS) and value is not old.get(key, ABSENT)]
+    new = [key for key, value in now if isinstance(value, _KINDS) and value is not old.get(key)]
     for key in new:
         del vars(module)[key]
     vars(module).update({key: old[key] for key in new if key in old})
