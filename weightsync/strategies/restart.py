@@ -36,7 +36,8 @@ from weightsync.transports.files import FilesTransport
 logger = logging.getLogger(__name__)
 
 _STORES = "--kv-transfer-config", "--ec-transfer-config"
-_OTHER_SOURCES = "dummy", "ipc_cache"  # random weights, and those of an earlier start
+_OTHER_SOURCES = re.compile("dummy|gguf|ipc_cache|mistral|npcache|pt|(runai_streamer_)?sharded(_state)?|tensorizer")
+"""Formats of random weights, of an earlier start or a URI, and of other files than a version's safetensors."""
 _ENDS_WITH_ITS_SERVER = {
     "MoRIIOConnector",
     "MooncakeConnector",
@@ -196,7 +197,7 @@ def check_options(options: Sequence[str]) -> None:
         return len(option) > 3 and option.startswith("--") and any(one.startswith(option) for one in known)
 
     for name, value in zip(names, [*words, ""][1:], strict=True):
-        if gives(name, "--load-format") and value in _OTHER_SOURCES:
+        if gives(name, "--load-format", "--config-format") and _OTHER_SOURCES.fullmatch(value):
             raise UnsupportedError(
                 f"the server is started with {name} {value}, and would not load the saved version: leave the option out"
             )
