@@ -169,6 +169,38 @@ def test_the_scales_of_an_fp8_cache_stay_what_the_checkpoint_says(engines: Remot
         assert engines.call(cache_scales) == before
 
 
+def serve_with_renamed_layers(engines: Engines) -> dict[str, Answer]:
+    """Serve a checkpoint in 8 bits, whose config names a layer that is not, as "proj" in place of "down_proj"."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    own = getattr(Qwen2ForCausalLM, "hf_to_vllm_mapper", WeightsMapper())  # newer vLLM has one
+
+    class RenamesLayers(Qwen2ForCausalLM):
+        hf_to_vllm_mapper = own | WeightsMapper(orig_to_new_suffix={"proj": "down_proj"})
+
+    def save(weights: str, folder: Path) -> None:
+        left = "model.layers.1.mlp.down_proj"
+        model = tiny_models.build("qwen2", weights)
+        quantised_checkpoints.save(model, "FP8-dynamic", folder, ignored=("lm_head", left))
+        config = folder / "config.json"
+        config.write_text(config.read_text().replace(left, left.replace("down_", "")))
+
+    ModelRegistry.register_model("RenamesLayersForTest", RenamesLayers)
+    engines.save("renamed-layers", save)
+    return engines.serve("renamed-layers", hf_overrides={"architectures": ["RenamesLayersForTest"]})
+
+
+def test_names_of_layers_in_a_quantisation_are_mapped_once(engines: Remote):
+    """VLLM maps them in place, each time that it makes a model."""
+    cold = engines.call(serve_with_renamed_layers, timeout_s=240)
+    engines.call(connect, "qwen2")
+    for number, weights in enumerate("BA"):
+        engines.call(push, weights)
+        assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights})")
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Pushes that die in the middle of a layer
 

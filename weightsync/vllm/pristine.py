@@ -20,8 +20,14 @@ from weightsync.worker.reload import materialise
 
 
 def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the same configuration, with empty registers: a model under construction registers its layers there."""
+    """Return the configuration as before any model was built: with empty registers, and its quantisation read anew.
+
+    A model under construction registers its layers there, and renames those of the quantisation in place.
+    """
     config = copy.copy(vllm_config)
+    config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
+    if (deep_gemm := getattr(vllm_config.quant_config, "use_deep_gemm", None)) is not None:
+        config.quant_config.use_deep_gemm = deep_gemm  # vLLM decides it after it has read the rest
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     for name in ("static_all_moe_layers", "enabled_custom_ops", "disabled_custom_ops"):
@@ -126,9 +132,7 @@ def _move_parameters_to_meta(model: nn.Module) -> None:
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None and not param.is_meta:
-                if param not in moved:
-                    moved[param] = materialise(param, torch.device("meta"))
-                module._parameters[key] = moved[param]
+                module._parameters[key] = moved.setdefault(param, materialise(param, torch.device("meta")))
 
 
 def _unwrap_loaders(model: nn.Module) -> None:
