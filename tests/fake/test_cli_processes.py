@@ -102,6 +102,7 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_in_one_word():
     ("config", "arguments", "message"),
     [
         ("{ cut off", [], "is not a valid JSON file"),
+        ('{"quantization_config": {', [], "is not a valid JSON file"),
         ("{}", [], "Should have a `model_type`"),
         ('{"model_type": "nonesuch"}', [], "model type `nonesuch`"),
         (None, ["--tp", "3"], "vLLM refuses it: Total number of attention heads (4) must be divisible by"),
@@ -128,6 +129,18 @@ def test_plan_says_which_sizes_cannot_be_shared_out(tmp_path):
     assert run.returncode == 2
     line = run.stderr.splitlines()[-1]
     assert "vLLM cannot make a model of this config for 4 tensor parallel workers: assert all(output_size" in line
+
+
+@pytest.mark.forks
+def test_plan_of_a_quantised_checkpoint_is_of_an_unquantised_engine(tmp_path):
+    file = tiny_model(tmp_path, layers=2) / "config.json"
+    quantisation = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantisation}))
+    run = forked("plan", str(file))
+    printed = run.stdout
+    assert run.returncode == 0, printed + run.stderr
+    assert "The plan is of an unquantised engine" in printed
+    assert "no tensor fills it" not in printed
 
 
 @pytest.mark.forks

@@ -6,6 +6,7 @@ push. Layers that are alike are shown once.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -56,7 +57,9 @@ def run(options: Namespace, console: Console) -> bool:
     """
     with tempfile.TemporaryDirectory(prefix="weightsync-plan-") as made:
         model_dir = _folder(options.model_dir, Path(made))
-        return (_predict if options.simulate else _report)(model_dir, options, console)
+        if options.simulate:
+            return _predict(model_dir, options, console)
+        return _report(model_dir and _unquantised(model_dir, Path(made), console), options, console)
 
 
 def _report(model_dir: Path | None, options: Namespace, console: Console) -> bool:
@@ -138,6 +141,21 @@ def _folder(model: Path, made: Path) -> Path | None:
         return folder
     name = str(model)
     return write_config(name, made) if name in SHAPES and not _SIZE.fullmatch(name) else None
+
+
+def _unquantised(folder: Path, made: Path, console: Console) -> Path:
+    """Return a folder in `made` with the config.json of `folder` for an unquantised engine. Without need, `folder`.
+
+    The trainer's tensors have no scales. A push makes them on the way.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        del config["quantization_config"]
+    except (ValueError, TypeError, KeyError):  # transformers tells what is wrong with the file, if something is
+        return folder
+    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _line(console, "config.json has a quantization_config. The plan is of an unquantised engine: docs/use/quantized.md")
+    return made
 
 
 def _way_out(model: str) -> str:
