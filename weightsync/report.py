@@ -137,9 +137,9 @@ class Progress(tqdm):  # type: ignore[misc]
     def __getitem__(self, index: int) -> int:
         return int(self.iterable[index])
 
-    def display(self, *shown: object) -> bool:
+    def display(self, *shown: object, **named: object) -> bool:
         with suppress(Exception):
-            return bool(super().display(*shown))
+            return bool(super().display(*shown, **named))
         return False
 
     def close(self) -> None:

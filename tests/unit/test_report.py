@@ -39,6 +39,12 @@ def test_a_bar_shows_itself_on_a_terminal_or_where_it_is_wanted(monkeypatch):
     assert "push 7" in printed(monkeypatch, io.StringIO(), True)
 
 
+def test_a_bar_that_has_ended_leaves_its_line_empty(monkeypatch):
+    monkeypatch.setattr(report, "_BAR_AFTER_S", 0.0)
+    *_, last, end = printed(monkeypatch, Terminal(), True).split("\r")
+    assert (last.strip(" "), end) == ("", "")
+
+
 def test_a_bar_stays_hidden_elsewhere(monkeypatch):
     monkeypatch.setattr(report, "_BAR_AFTER_S", 0.0)
     assert printed(monkeypatch, io.StringIO(), None) == ""
