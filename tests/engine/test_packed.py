@@ -106,7 +106,7 @@ class Planner:
         from vllm.engine.arg_utils import EngineArgs
 
         from weightsync.vllm import plan_offline
-        from weightsync.vllm.pristine import build_on_meta
+        from weightsync.vllm.pristine import build_on_meta, fresh_config
 
         add_kernel()
         trained = save(strategy, "A", folder)
@@ -118,7 +118,11 @@ class Planner:
         with set_current_vllm_config(config), plan_offline._alone() as become:
             for rank in range(tp):
                 become(rank, tp)
-                found.append(self._plan_of(build_on_meta(config, config.model_config, torch.device("cpu")), manifest))
+                found.append(
+                    self._plan_of(
+                        build_on_meta(fresh_config(config), config.model_config, torch.device("cpu")), manifest
+                    )
+                )
         return found
 
     def _plan_of(self, model: Any, manifest: Manifest) -> tuple[set[str], dict[str, Any]]:

@@ -9,11 +9,14 @@ twice or not at all: `test_failures.test_tensors_that_do_not_fit`. Unquantised e
 from __future__ import annotations
 
 import ast
+import json
+import re
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import drafter_checkpoints
 import pytest
 import quantised_checkpoints
 import tiny_models
@@ -199,6 +202,70 @@ def test_names_of_layers_in_a_quantisation_are_mapped_once(engines: Remote):
     for number, weights in enumerate("BA"):
         engines.call(push, weights)
         assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights})")
+
+
+def serve_with_a_drafter(engines: Engines) -> dict[str, Answer]:
+    """Serve MiMo in 8 bits, whose config names a layer of its drafter as the model's class renames it."""
+    from safetensors.torch import load_file, save_file
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.mimo import MiMoForCausalLM
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    own = getattr(MiMoForCausalLM, "hf_to_vllm_mapper", WeightsMapper())
+
+    class RenamesDraftersLayers(MiMoForCausalLM):
+        hf_to_vllm_mapper = own | WeightsMapper(orig_to_new_suffix={"layers.2.mlp.proj": "layers.2.mlp.down_proj"})
+
+    def save(weights: str, folder: Path) -> None:
+        quantised_checkpoints.save(tiny_models.build("qwen2", weights), "FP8-dynamic", folder)
+        quantisation = json.loads((folder / "config.json").read_text())["quantization_config"]
+        plain = drafter_checkpoints.checkpoint(engines, "mimo", weights)
+        tensors = load_file(plain / "model.safetensors")
+        left = "model.mtp_layers.0.mlp.down_proj.weight"
+        for name in [name for name in tensors if re.search(r"(self_attn|mlp)\.\w+\.weight$", name) and name != left]:
+            tensors[name], tensors[f"{name}_scale"] = quantised_checkpoints.SCHEMES["FP8-dynamic"][2](tensors[name])
+        save_file(tensors, folder / "model.safetensors")
+        quantisation["ignore"].append("model.layers.2.mlp.proj")
+        config = json.loads((plain / "config.json").read_text()) | {"quantization_config": quantisation}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    ModelRegistry.register_model("RenamesDraftersLayersForTest", RenamesDraftersLayers)
+    engines.save("mimo-FP8", save)
+    overrides = {"architectures": ["RenamesDraftersLayersForTest"]}
+    return engines.serve("mimo-FP8", hf_overrides=overrides, speculative_config=drafter_checkpoints.MTP)
+
+
+def connect_with_a_drafter(engines: Engines) -> None:
+    engines.release()
+    engines.model = tiny_models.as_saved(drafter_checkpoints.checkpoint(engines, "mimo", "A"))
+    engines.sync = WeightSync("fsdp", "ipc", engines.llm, timeout_s=TIMEOUT_S)
+
+
+def test_a_drafters_layers_are_left_out_as_the_models_class_names_them(engines: Remote):
+    """VLLM maps the names of one quantisation for both: first for the model, then for the drafter."""
+    cold = engines.call(serve_with_a_drafter, timeout_s=240)
+    engines.call(connect_with_a_drafter)
+    for number, weights in enumerate("BA"):
+        engines.call(push, weights)
+        assert_same(engines.call(Engines.ask), cold[weights], f"push {number} ({weights})")
+
+
+def push_after_the_checkpoint_has_gone(engines: Engines, model: str, weights: str) -> None:
+    folder = engines.folder / f"{model}-A"
+    away = folder.rename(folder.with_name("away"))
+    try:
+        push(engines, weights)
+    finally:
+        away.rename(folder)
+
+
+@pytest.mark.parametrize(("model", "quantization"), [("qwen2.5", INT8), ("qwen2-FP8-dynamic", None)])
+def test_a_push_needs_no_file_of_the_engines_checkpoint(engines: Remote, model: str, quantization: str | None):
+    """A trainer may start its engine from a temporary folder."""
+    cold = engines.call(serve, model, quantization, timeout_s=240)
+    engines.call(connect, model)
+    engines.call(push_after_the_checkpoint_has_gone, model, "B")
+    assert_same(engines.call(Engines.ask), cold["B"], "push of B")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ def drafter_config(vllm_config: VllmConfig) -> VllmConfig:
         config.kernel_config.moe_backend = backend
     if speculative.method == "draft_model":
         config.model_config = speculative.draft_model_config
+        config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
     return config
 
 

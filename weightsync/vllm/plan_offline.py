@@ -25,7 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 from weightsync.errors import ConfigError
 from weightsync.planning.layout import Box, Manifest
 from weightsync.vllm import compat
-from weightsync.vllm.pristine import build_on_meta
+from weightsync.vllm.pristine import build_on_meta, fresh_config
 from weightsync.worker.repeated_layers import trace_by_example
 from weightsync.worker.trace import Trace, named_tensors, uncovered
 
@@ -86,7 +86,7 @@ def plan_workers(
 
 def _plan(config: VllmConfig, manifest: Manifest) -> WorkerPlan:
     try:
-        model = build_on_meta(config, config.model_config, torch.device("cpu"))
+        model = build_on_meta(fresh_config(config), config.model_config, torch.device("cpu"))
     except Exception as error:  # wrong sizes or missing fields; assertions often give no text
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigError(

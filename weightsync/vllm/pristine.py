@@ -22,12 +22,15 @@ from weightsync.worker.reload import materialise
 def fresh_config(vllm_config: VllmConfig) -> VllmConfig:
     """Return the configuration as before any model was built: with empty registers, and its quantisation read anew.
 
-    A model under construction registers its layers there, and renames those of the quantisation in place.
+    A model under construction registers its layers there, and renames those of the quantisation in place. If the
+    checkpoint has no quantisation, the engine's names no layers. To read it, vLLM would look for the checkpoint's
+    files, which may be gone.
     """
     config = copy.copy(vllm_config)
-    config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
-    if (deep_gemm := getattr(vllm_config.quant_config, "use_deep_gemm", None)) is not None:
-        config.quant_config.use_deep_gemm = deep_gemm  # vLLM decides it after it has read the rest
+    if config.model_config.model_arch_config.quantization_config is not None:
+        config.quant_config = VllmConfig.get_quantization_config(config.model_config, config.load_config)
+        if (deep_gemm := getattr(vllm_config.quant_config, "use_deep_gemm", None)) is not None:
+            config.quant_config.use_deep_gemm = deep_gemm  # vLLM decides it after it has read the rest
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     for name in ("static_all_moe_layers", "enabled_custom_ops", "disabled_custom_ops"):
@@ -69,15 +72,15 @@ class _WeightsOnMeta(TorchFunctionMode):
 def build_on_meta(vllm_config: VllmConfig, model_config: Any, device: torch.device, prefix: str = "") -> nn.Module:
     """Build a never loaded copy of a model on the `meta` device, with its indices on `device`.
 
-    `device` is the running model's. The running model and its registers are not changed.
+    `device` is the running model's. The constructor changes `vllm_config`, which must be a `fresh_config`.
     """
     with set_default_torch_dtype(model_config.dtype):
         try:
             with torch.device("meta"), _IndicesOn(device):
-                model = _initialise(vllm_config, model_config, prefix)
+                model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         except (NotImplementedError, RuntimeError):
             # Some constructors compute with values: the bounds of xIELU, the slopes of ALiBi.
-            model = build_with_values(vllm_config, model_config, device, prefix)
+            model = build_with_values(fresh_config(vllm_config), model_config, device, prefix)
             _move_parameters_to_meta(model)
     _unwrap_loaders(model)
     _drop_cache_scales(model)
@@ -90,12 +93,8 @@ def build_with_values(vllm_config: VllmConfig, model_config: Any, device: torch.
     Tensors that are only allocated are on the `meta` device.
     """
     with set_default_torch_dtype(model_config.dtype), torch.device(device), _WeightsOnMeta():
-        return _initialise(vllm_config, model_config, prefix)
-
-
-def _initialise(vllm_config: VllmConfig, model_config: Any, prefix: str) -> nn.Module:
-    model: nn.Module = initialize_model(vllm_config=fresh_config(vllm_config), model_config=model_config, prefix=prefix)
-    return model
+        model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        return model
 
 
 def share_alike(live: nn.Module, pristine: nn.Module) -> None:

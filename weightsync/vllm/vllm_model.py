@@ -24,7 +24,7 @@ from weightsync.vllm.dummy_start import lost_values
 from weightsync.vllm.handed_over import HandedOver
 from weightsync.vllm.kv_cache import begin_search, last_layers
 from weightsync.vllm.kv_connectors import check_resets, shared_role
-from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, share_alike, tie_alike
+from weightsync.vllm.pristine import build_on_meta, build_with_values, complete, fresh_config, share_alike, tie_alike
 from weightsync.worker.engine_model import DRAFTER, WorkerIdentity
 from weightsync.worker.verify import digests_of
 
@@ -143,11 +143,12 @@ class VllmModel:
 
     def _build(self, build: Callable[..., nn.Module]) -> nn.Module:
         """Build the model and its drafter anew, by a function of `pristine.py`."""
-        model = build(self._config, self._config.model_config, self.device)
+        config = fresh_config(self._config)  # one for both, as vLLM's: a drafter's layers may have the model's renaming
+        model = build(config, config.model_config, self.device)
         if self._drafter is not None:
-            speculative = self._config.speculative_config
+            speculative = config.speculative_config
             prefix = "draft_model" if speculative.method == "draft_model" else ""
-            config = compat.drafter_config(self._config)
+            config = compat.drafter_config(config)
             model.add_module(DRAFTER, build(config, speculative.draft_model_config, self.device, prefix))
         return model
 

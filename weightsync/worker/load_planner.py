@@ -148,8 +148,7 @@ class LoadPlanner:
 
     def _trace_models(self, manifest: Manifest) -> Trace:
         """Trace the loader of the model, and the drafter's loader for the drafter's own parameters."""
-        trace = self._trace_model(manifest)
-        drafted = self._trace_drafter(manifest)  # its loader notes harmlessly which tensors it has of its own
+        trace, drafted = self._trace_model(manifest), self._trace_drafter(manifest)
         read = drafted.read()
         own = {param: names for param, names in drafted.computed.items() if _is_drafters(param)}
         return Trace(
@@ -165,6 +164,7 @@ class LoadPlanner:
         return trace_by_example(pristine, partial(self._model.load_weights, pristine), manifest)
 
     def _trace_drafter(self, manifest: Manifest) -> Trace:
+        """Trace the drafter's loader. It notes harmlessly which tensors it has of its own."""
         pristine = self._model.pristine()
         drafter = pristine._modules.get(DRAFTER)
         if drafter is None:
