@@ -20,7 +20,7 @@ from test_forks import in_a_fork
 from torch import nn
 
 from weightsync import ConfigError, PeerError, PlacementError, WeightSync, WeightSyncError
-from weightsync.transports import nixl_group
+from weightsync.transports import nixl_agent, nixl_group
 from weightsync.transports.nixl import NixlReceiver, NixlTransport
 from weightsync.transports.nixl_agent import Agent, AgentAddress
 
@@ -151,6 +151,21 @@ def pushes_around_a_fork(rank: int) -> None:
 
 def test_a_forked_child_that_frees_an_agent_does_not_end_its_parent():
     run_ranks(pushes_around_a_fork, 1)
+
+
+def test_a_fork_while_an_agent_is_being_made_protects_the_others(monkeypatch: pytest.MonkeyPatch):
+    failed: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", failed.append)
+
+    def fork_meanwhile() -> None:
+        said.append(in_a_fork(lambda: str(len(failed))))
+        raise ConfigError("no NIXL here")
+
+    said: list[str] = []
+    monkeypatch.setattr(nixl_agent, "load_nixl", fork_meanwhile)
+    with pytest.raises(ConfigError, match="no NIXL here"):
+        Agent("UCX")
+    assert said == ["0"]
 
 
 def test_trainer_that_has_failed_cannot_be_read_any_more(

@@ -100,7 +100,6 @@ class Agent:
 
     def __init__(self, backend: str) -> None:
         """Start an agent with this backend of NIXL's. Raises `PlacementError` if the backend does not start."""
-        _agents.add(self)
         self._nixl = nixl = load_nixl()
         self.name = secrets.token_hex(8)
         self.slots: list[torch.Tensor] = []
@@ -112,6 +111,7 @@ class Agent:
         config = nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay, config.syncMode = True, _PROGRESS_US, nixl.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = None
+        _agents.add(self)
         try:
             self._agent = nixl.nixlAgent(self.name, config)
             backends = [self._agent.createBackend(backend, _OPTIONS.get(backend, {}))]
