@@ -360,7 +360,7 @@ TIERED = '{"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         (["--ec-transfer-config", '{"ec_connector": "ECExampleConnector"}'], True),
         (["--load-format", "ipc_cache"], True),
         (["--load_format=dummy"], True),
-        (["--load-format", "tensorizer"], True),
+        (["--load-format", "Tensorizer"], True),  # vLLM ignores the case
         (["--load-format", "sharded_state"], True),
         (["--load-format", "safetensors", "--config-format=mistral"], True),
         (["--config", "serve.yaml"], True),

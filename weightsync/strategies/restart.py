@@ -36,7 +36,7 @@ from weightsync.transports.files import FilesTransport
 logger = logging.getLogger(__name__)
 
 _STORES = "--kv-transfer-config", "--ec-transfer-config"
-_OTHER_SOURCES = re.compile("dummy|gguf|ipc_cache|mistral|npcache|pt|(runai_streamer_)?sharded(_state)?|tensorizer")
+_OTHER_SOURCES = re.compile("(?i)dummy|gguf|ipc_cache|mistral|npcache|pt|(runai_streamer_)?sharded(_state)?|tensorizer")
 """Formats of random weights, of an earlier start or a URI, and of other files than a version's safetensors."""
 _ENDS_WITH_ITS_SERVER = {
     "MoRIIOConnector",
