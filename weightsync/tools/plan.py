@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SIZE = re.compile(r"[\d.]+[MBT]", re.IGNORECASE)
+_QUANTISATIONS = "quantization_config", "compression_config"
 _MOST_BUCKETS = 6
 _LONGEST_REASON = 300
 """Characters of transformers' error about a config.json. Some errors list every known model."""
@@ -149,9 +150,12 @@ def _unquantised(folder: Path, made: Path, console: Console) -> Path:
     The trainer's tensors have no scales. A push makes them on the way.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        del config["quantization_config"]
-    except (ValueError, TypeError, KeyError):  # transformers tells what is wrong with the file, if something is
+        config = json.loads((folder / "config.json").read_bytes())
+        parts = [config, config.get("text_config") or {}]  # as vLLM looks for it
+        found = [name for part in parts for name in _QUANTISATIONS if part.pop(name, None)]
+    except (OSError, ValueError, TypeError, AttributeError):  # transformers tells what is wrong with the file
+        found = []
+    if not found:
         return folder
     (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
     _line(console, "config.json has a quantization_config. The plan is of an unquantised engine: docs/use/quantized.md")
