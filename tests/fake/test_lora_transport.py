@@ -491,8 +491,10 @@ def test_adapters_of_a_trainer_that_was_killed_go_with_the_next_one(model: Any, 
     engine = FakeEngine()
     killed = WeightSync("fsdp", "lora", engine)
     before = os.umask(umask)
-    killed.push(model)
-    os.umask(before)
+    try:
+        killed.push(model)
+    finally:
+        os.umask(before)
     killed._strategy._folder.close()  # as its lock goes with its process
     killed._strategy._folder = None
     killed.close()
