@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -147,11 +148,12 @@ def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 def read_selection(given: Any) -> TensorSelection:
     """Return a copy of a `TensorSelection`, a mapping of its options as one, or one of all tensors for None."""
-    if given is None or isinstance(given, TensorSelection):
-        return replace(given or TensorSelection())  # a selection notes its matches, and a user may share it
-    if not isinstance(given, Mapping):
+    if isinstance(given, TensorSelection):
+        vars(own := copy(given)).pop("_matched", None)  # a selection notes its matches, and a user may share it
+        return own
+    if not isinstance(given, Mapping | None):
         raise ConfigError(f"selection={given!r}; expected a TensorSelection, such as TensorSelection(**options)")
-    return TensorSelection(**_known("a TensorSelection", TensorSelection, given))
+    return TensorSelection(**_known("a TensorSelection", TensorSelection, given or {}))
 
 
 def _known(what: str, of: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:

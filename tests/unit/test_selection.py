@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict, UserList
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from weightsync import ConfigError, TensorSelection, WeightSync
+from weightsync.config import read_selection
 from weightsync.planning.layout import Manifest, TensorMeta
 from weightsync.selection import UNQUANTIZED
 
@@ -126,3 +128,18 @@ def test_of_a_long_list_of_patterns_the_first_are_told(caplog: pytest.LogCapture
     told = warned(caplog, [NAMES] * 64, exclude=tuple(f"adapters.{number}" for number in range(2000)))
     assert "without effect: adapters.0, adapters.1" in told
     assert "more. The trainer's nearest names are" in told
+
+
+class OfLayers(TensorSelection):
+    def __init__(self, layers: Sequence[int]) -> None:
+        super().__init__(exclude=[f"*.layers.{layer}.*" for layer in layers])
+
+
+def test_a_selection_of_a_users_own_class_is_copied_without_its_matches() -> None:
+    given = OfLayers([1])
+    assert given.excludes("model.layers.1.bias")
+    own = read_selection(given)
+    assert type(own) is OfLayers
+    assert own == given
+    assert own.unmatched() == ["*.layers.1.*"]
+    assert given.unmatched() == []

@@ -9,7 +9,6 @@ Agents tell each other counts, in notifications of NIXL's. A count only grows.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import secrets
@@ -19,6 +18,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import py_object, pythonapi
 from importlib import import_module, metadata
 from typing import Any
 
@@ -272,9 +272,7 @@ class Agent:
 
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 # A forked child must never free them: UCX would take the parent's sockets out of the common epoll, and end the parent.
-os.register_at_fork(
-    after_in_child=lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent._agent)) for agent in _agents]
-)
+os.register_at_fork(after_in_child=lambda: [pythonapi.Py_IncRef(py_object(agent._agent)) for agent in _agents])
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:
