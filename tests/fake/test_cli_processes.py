@@ -93,8 +93,8 @@ def test_a_command_that_is_interrupted_while_it_loads_ends_in_one_word():
         assert child.poll() is None
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
-    _, told = child.communicate(timeout=60)
-    assert "interrupted" in told
+    printed, told = child.communicate(timeout=60)
+    assert "interrupted" in told, (child.returncode, printed)
     assert "Traceback" not in told
 
 
