@@ -172,8 +172,12 @@ def test_an_error_while_workers_are_awaited_says_why_one_was_turned_away(keep):
         if listener.refused:
             raise EngineError("this engine's workers have not connected")
 
-    with pytest.raises(EngineError, match=r"have not connected; 127\..* was turned away: it does not speak"):
-        listener.admit("worker", 0, Deadline(10.0), "init", check)
+    def wait_for_another_engine() -> None:
+        listener.admit("worker", 1, Deadline(10.0), "init", check)
+
+    with pytest.raises(EngineError, match=r"have not connected; 127\..* was turned away: it does not speak") as raised:
+        listener.admit("worker", 0, Deadline(10.0), "init", wait_for_another_engine)
+    assert str(raised.value).count("was turned away") == 1
 
 
 def test_a_worker_tells_nothing_to_a_listener_without_the_key(keep, monkeypatch):

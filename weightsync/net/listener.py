@@ -159,7 +159,7 @@ class Listener:
         try:
             return self._admit(role, group, deadline, phase, check)
         except WeightSyncError as error:
-            error.message += f"; {self.refused}" if self.refused else ""  # perhaps the cause
+            error.message += f"; {self.refused}" if self.refused not in error.message else ""  # perhaps the cause
             for _, (_, connection) in _taken(self._arrived.popitem):
                 connection.try_send(Failure(error.to_fields()), Deadline(1.0), phase)
                 connection.close()
