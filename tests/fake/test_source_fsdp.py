@@ -439,6 +439,22 @@ def fsdp1_gathered_is_refused() -> None:
         assert_same(rebuilt(model), expected_state(net()))
 
 
+def fsdp1_around_the_pushed_module_is_refused() -> None:
+    """The pushed module has shards, or copies in the compute dtype: its parameters are no weights."""
+    options = {"mixed_precision": MixedPrecision(torch.bfloat16), "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    model = shard1(nn.Sequential(net()), use_orig_params=True, **options)
+
+    def check() -> None:
+        with pytest.raises(UnsupportedError, match=r"embed\.weight.*push the outermost") as caught:
+            source().read(model.module[0])
+        assert "blocks.0.up.weight" not in caught.value.tensors
+        assert "head.weight" in caught.value.tensors
+
+    check()
+    step(model, before_backward=check)
+    check()
+
+
 def ddp_and_other_wrappers() -> None:
     assert_same(rebuilt(DistributedDataParallel(net())), expected_state(net()))
     model = net()
@@ -549,6 +565,7 @@ FSDP1 = (
     fsdp1_all_in_one_flat_parameter,
     fsdp1_takes_replaced_storage,
     fsdp1_gathered_is_refused,
+    fsdp1_around_the_pushed_module_is_refused,
     ddp_and_other_wrappers,
 )
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, HandleTrainingState
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -68,17 +68,17 @@ class FsdpSource(ModuleSource):
         flattened = _flattened(model)
         for prefix, module in walk(model):
             # With use_orig_params=False these are no longer parameters of the module. The handle still has their order.
-            flat = flattened[id(module)]
-            for name, (handle, index) in flat.items():
-                yield prefix + name, partial(_read_flat, handle, index)
-            for name, read in self.own_readers(prefix, module):
-                tail = name.removeprefix(prefix)
-                if tail not in flat and not isinstance(module._parameters.get(tail), FlatParameter):
-                    yield name, read
+            flat = {prefix + name: partial(_read_flat, *at) for name, at in flattened[id(module)].items()}
+            own = dict(self.own_readers(prefix, module))
+            own.pop(f"{prefix}_flat_param", None)
+            # First for the order of `state_dict`, and last because `flat` has the shards.
+            yield from (flat | own | flat).items()
 
     def read_param(self, tensor: torch.Tensor) -> LocalParam:
         if hasattr(tensor, "ds_tensor"):
             raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
+        if any(getattr(each, FSDP_FLATTENED, False) for each in (tensor, tensor._base)):
+            raise UnsupportedError("FSDP1 has flattened it in a module around the pushed one; push the outermost one")
         if not isinstance(tensor, DTensor):
             return read_whole(tensor)
         local = readable(tensor.to_local())
