@@ -43,7 +43,7 @@ def one_module(model: Model) -> nn.Module:
     if isinstance(model, Sequence):
         raise ConfigError(
             f"push got a {type(model).__name__} of length {len(model)}, expected one torch.nn.Module; lists of chunks "
-            'are for backend="megatron"'
+            'are for backend="megatron". Elsewhere push an nn.ModuleList of them, renamed by a TensorSelection'
         )
     raise ConfigError(
         f'push got a {type(model).__name__}, expected the model, a torch.nn.Module; tensors are for backend="stream"'
