@@ -225,6 +225,12 @@ def test_an_llm_with_a_core_process_answers_from_no_cache_of_older_weights(model
                 assert (found.setdefault(scale, answer), cached) == (answer, 0)
                 assert ask()[1] > 0
             assert found[1.0] != found[2.0]
+            sync.close()  # the next push waits for each call's answer again, as the first one did
+            model.load_state_dict({name: 2.0 * tensor for name, tensor in weights.items()})
+            sync.push(model)
+            assert ask() == (found[2.0], 0)
+            model.load_state_dict(weights)
+            sync.push(model)
             llm.llm_engine.add_request("under way", prompt, vllm.SamplingParams(max_tokens=40, detokenize=False))
             llm.llm_engine.step()
             model.load_state_dict({name: 2.0 * tensor for name, tensor in weights.items()})

@@ -904,6 +904,19 @@ def test_a_core_resets_before_the_update_only_if_nothing_can_fill_its_caches(que
 
 
 @pytest.mark.parametrize("queued", [PLUG_IN], indirect=True)
+def test_a_core_resets_behind_an_update_that_is_called(queued):
+    engine, core = queued
+    core.requests.clear()
+    engine.send_update(None, {})
+    engine.send_finish()
+    while core.utility_results:
+        core.answer()
+    engine.pause("keep")  # as the first push of another connection does
+    engine.send_finish()
+    assert core.sent[-2:] == [("reset_prefix_cache", True, False), ("reset_encoder_cache",)]
+
+
+@pytest.mark.parametrize("queued", [PLUG_IN], indirect=True)
 def test_a_reset_ahead_that_fails_is_told_before_the_update(queued):
     engine, core = queued
     core.requests.clear()

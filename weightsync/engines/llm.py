@@ -26,7 +26,7 @@ class LlmEngine(VllmEngine):
     def __init__(self, engine: Any, *, name: str, timeout_s: float) -> None:
         super().__init__(engine, name=name, timeout_s=timeout_s)
         self._turns = CallLock(name, timeout_s, lambda: died(engine))
-        self._resets_ahead = False  # the update under way is sent behind the reset of the caches
+        self._has_reset = False  # the update under way was sent behind a reset of the caches
 
     @property
     def part(self) -> SpmdPart | None:
@@ -43,6 +43,7 @@ class LlmEngine(VllmEngine):
         An `LLM` needs no pause: its thread does not generate during a push. Under data parallelism its core may step
         with the cores of other processes.
         """
+        self._has_reset = False  # of an earlier push
         if self._setup["in_step"]:
             super().pause(mode)
         if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
@@ -59,15 +60,14 @@ class LlmEngine(VllmEngine):
 
     def send_update(self, mark: str | None, update_info: dict[str, Any]) -> list[AwaitAnswer]:
         # Without requests the core steps in no update, and caches no values of older weights.
-        ahead = not (self._setup["connector"] or self._engine.llm_engine.has_unfinished_requests())
+        self._has_reset = not (self._setup["connector"] or self._engine.llm_engine.has_unfinished_requests())
         self._turns.acquire(self._worker_methods["update"])
-        self._resets_ahead = ahead
         calls = [] if mark is None else [(STAMP, mark)]
-        calls += [*self._to_workers("start"), *self._resets(ahead), *self._to_workers("update", update_info)]
+        calls += [*self._to_workers("start"), *self._resets(self._has_reset), *self._to_workers("update", update_info)]
         return self._send(calls, self.timeout_s)
 
     def send_finish(self) -> list[AwaitAnswer]:
-        calls = [*self._to_workers("finish"), *self._resets(not self._resets_ahead)]
+        calls = [*self._to_workers("finish"), *self._resets(not self._has_reset)]
         if calls and not self._turns.join(self._worker_methods["update"]):
             self._turns.acquire(RESET)
         return self._send(calls, timeouts.SERVING_S) if calls else []
