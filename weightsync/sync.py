@@ -250,12 +250,8 @@ class WeightSync:
                     raise
                 logger.warning("sending everything: %s", error)
             except WeightSyncError as error:
-                if (
-                    not self._drops
-                    or not self._strategy.lost
-                    or not error.facts.get("survivors")
-                    or "spent" in error.facts
-                ):
+                can_drop = self._drops and self._strategy.lost and error.facts.get("survivors")
+                if not can_drop or "spent" in error.facts:
                     raise
                 logger.warning("pushing again, without %s: %s", ", ".join(self._strategy.lost), error)
                 self.leave_out_lost()

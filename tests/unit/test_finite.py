@@ -159,6 +159,18 @@ def test_state_of_recurrent_layers_and_shared_memory_are_cleared():
     assert not raw.any()
 
 
+def test_attention_that_shares_memory_with_states_is_not_searched():
+    """As vLLM lays out Qwen3-Next: a block has keys and values in bfloat16, or a state in float32."""
+    raw = torch.full((64,), 1.0 + 2**-7 - 2**-16)  # 0x3f80ff80: its lower half is -inf as bfloat16
+    layers: dict[str, Any] = {
+        "layers.0.mixer": Layer([raw[:32].view(4, 8)]),
+        "layers.1.attn": Layer(raw.view(torch.bfloat16).view(4, 32)),
+    }
+    assert not layers["layers.1.attn"].kv_cache.isfinite().all()
+    assert not begin_search(layers, last_layers(layers, [model_of(layers)]))()
+    assert raw.all()
+
+
 @pytest.mark.parametrize(
     ("byte", "is_cleared"), [(0x01, False), (0x7B, False), (0xFB, False), (0x7F, True), (0xFF, True)]
 )

@@ -8,6 +8,7 @@ prefix cache does not clear the blocks.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +26,18 @@ _LEAST_NON_FINITE = 0x7C
 def last_layers(layers: Mapping[str, Any], models: Sequence[nn.Module]) -> list[str]:
     """Return the names of the caching parts of each model's last layer. Call it once the engine has a cache.
 
+    Parts in memory of several dtypes are left out: finite float32 states may be NaN as bfloat16. vLLM itself zeroes new
+    attention blocks in such memory.
+
     Args:
         layers: All attention and recurrent layers, by name, in the order of the forward.
         models: The model, and its drafter if there is one.
     """
     cached = _cached(layers)
-    return [name for model in models for name in _last_of(model, layers, cached)]
+    kinds = {(_address(each), each.dtype) for tensors in cached.values() for each in tensors}
+    dtypes = Counter(address for address, _ in kinds)
+    names = [name for model in models for name in _last_of(model, layers, cached)]
+    return [name for name in names if all(dtypes[_address(each)] == 1 for each in cached[name])]
 
 
 def begin_search(layers: Mapping[str, Any], last: Sequence[str]) -> Callable[[], bool]:
@@ -48,7 +55,7 @@ def begin_search(layers: Mapping[str, Any], last: Sequence[str]) -> Callable[[],
     def clear() -> bool:
         if not search() and not any(map(_may_be_non_finite, others)):
             return False
-        storages = {one.untyped_storage().data_ptr(): one for those in _cached(layers).values() for one in those}
+        storages = {_address(each): each for tensors in _cached(layers).values() for each in tensors}
         for tensor in storages.values():
             # Torch refuses writes, outside of inference mode, to a tensor made in it. This is another tensor of the
             # same memory.
@@ -71,9 +78,7 @@ def _last_of(model: nn.Module, layers: Mapping[str, Any], cached: Collection[str
     own = set(model.modules())
     # A layer that reads another layer's cache stores nothing there.
     names = [n for n in cached if layers[n] in own and not getattr(layers[n], "kv_sharing_target_layer_name", None)]
-    if not names:
-        return []
-    layer = _LAYER.match(names[-1])
+    layer = _LAYER.match(names[-1]) if names else None
     return [name for name in names if name == names[-1] or (layer is not None and name.startswith(f"{layer[0]}."))]
 
 
@@ -82,6 +87,10 @@ def _tensors(cache: Any) -> list[torch.Tensor]:
     if isinstance(cache, torch.Tensor):
         return [cache] if cache.numel() and not cache.is_meta else []
     return [tensor for each in cache for tensor in _tensors(each)] if isinstance(cache, (list, tuple)) else []
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _may_be_non_finite(tensor: torch.Tensor) -> bool:

@@ -68,7 +68,7 @@ class VllmModel:
         self._at_start: dict[str, int] = {}  # digests of the parameters as the engine has loaded them
         self._constants: NotedConstants | None = None  # of an engine that can sleep
         self._constructed: dict[Place, torch.Size] = {}
-        self._last_layers: list[str] = []
+        self._last_layers: list[str] | None = None
         self._pooled: Mapping[str, Any] = {}
         self._handed_over = HandedOver()
         parallel = vllm_config.parallel_config
@@ -272,7 +272,8 @@ class VllmModel:
         if self.device.type == "cuda" and compat.kv_cache_asleep():
             return lambda: False  # sleep has discarded the cache
         layers = self._config.compilation_config.static_forward_context
-        self._last_layers = self._last_layers or last_layers(layers, self._models)  # walk over all modules only once
+        if self._last_layers is None:  # walk over all modules only once
+            self._last_layers = last_layers(layers, self._models)
         return begin_search(layers, self._last_layers)
 
     def end_process(self, reason: str) -> None:

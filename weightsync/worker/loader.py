@@ -242,7 +242,7 @@ class Receiver:
             started = time.perf_counter()
             self._planner.addresses.check(plan.buffers, everything=plan.reloads)
             if clear is not None and clear():
-                logger.warning("cleared the KV cache: weights before version %d have left NaN in it", go.version)
+                logger.warning("cleared the KV cache: weights before version %d may have left NaN in it", go.version)
             checked = time.perf_counter()
             plan.finish_checks()
             finish_stream(self.model.device)
