@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from weightsync.engines.base import CalledEngine
 from weightsync.fleet.engine_handle import CALLER, EngineHandle, UpdateState
 from weightsync.net.runtime import Deadline, submit
 from weightsync.net.wire import POISONED, Go
@@ -23,7 +24,7 @@ STEPS: list[Callable[[EngineHandle], None]] = [
 CALLS = "pause keep", "start", MARK, None, "finish 2"
 
 
-class RecordingEngine:
+class RecordingEngine(CalledEngine):
     """An engine that notes its calls. A call of the method `slow` ends once `go_on` is set."""
 
     name, host = "engine 0", "127.0.0.1"
@@ -39,16 +40,16 @@ class RecordingEngine:
     def takes_calls_ahead(self) -> bool:
         return False
 
-    def __getattr__(self, method: str) -> Callable[..., None]:
-        def call(*args: object) -> None:
-            if method == self.slow and not self.begun.is_set():
-                self.begun.set()
-                assert self.go_on.wait(20.0)
-            self.calls.append(" ".join([method, *map(str, args)]))
-            if method == self.broken:
-                raise ValueError(f"{method} is broken")
+    def is_alive(self) -> bool:
+        return True
 
-        return call
+    def _call(self, method: str, *args: object) -> None:
+        if method == self.slow and not self.begun.is_set():
+            self.begun.set()
+            assert self.go_on.wait(20.0)
+        self.calls.append(" ".join([method, *map(str, args)]))
+        if method == self.broken:
+            raise ValueError(f"{method} is broken")
 
 
 def joined(engine: RecordingEngine, is_poisoned: bool = False) -> EngineHandle:
