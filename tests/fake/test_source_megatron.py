@@ -15,7 +15,7 @@ import torch
 from engines import Trainers
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_models import FAMILIES, Mesh, build, checkpoint, hf_config, load, logits, on_cpu, with_mtp
+from megatron_models import FAMILIES, Mesh, build, checkpoint, hf_config, load, logits, on_cpu, rename_mtp, with_mtp
 from ranks import no_barrier, run_ranks
 from torch import nn
 
@@ -116,13 +116,16 @@ MORE_TOKENS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
 }
 
 
-def check_more_tokens(_: object, folder: Path) -> None:
+def check_more_tokens(_: object, folder: Path, as_in_0_17: bool) -> None:
     for what, (family, mesh, options) in MORE_TOKENS.items():
+        options = dict(options)
         padding, dtype = options.pop("padding", 0), options.pop("dtype", torch.float32)
         config = hf_config(family, **options)
         torch.manual_seed(1)
         state = with_mtp(pretrained(folder, config, dtype)[1], config)
         chunks = build(config, mesh, dtype, padding, mtp_num_layers=1)
+        if as_in_0_17:
+            rename_mtp(chunks)
         load(chunks, config, state)
         try:
             check_source(partial(MegatronSource, vocab_size=config.vocab_size), chunks, state)
@@ -130,8 +133,11 @@ def check_more_tokens(_: object, folder: Path) -> None:
             raise AssertionError(f"{what}: {error}") from None
 
 
-def test_layers_that_predict_more_tokens_have_the_names_of_checkpoints(trainers: Trainers, tmp_path: Path) -> None:
-    trainers.call(check_more_tokens, tmp_path)
+@pytest.mark.parametrize("as_in_0_17", [False, True])
+def test_layers_that_predict_more_tokens_have_the_names_of_checkpoints(
+    trainers: Trainers, tmp_path: Path, as_in_0_17: bool
+) -> None:
+    trainers.call(check_more_tokens, tmp_path, as_in_0_17)
 
 
 def check_dtypes_of_ties(rank: int, folder: Path) -> None:

@@ -273,6 +273,13 @@ def on_cpu() -> mock._patch:
     return cpu
 
 
+def rename_mtp(chunks: list[nn.Module]) -> None:
+    """Give what is in layers of multi-token prediction the name and the number that megatron-core 0.17 gives it."""
+    for layer in (layer for chunk in chunks if hasattr(chunk, "mtp") for layer in chunk.mtp.layers):
+        layer.mtp_model_layer = layer._modules.pop("transformer_layer", None) or layer.mtp_model_layer
+        layer.mtp_model_layer.layer_number = layer.layer_number
+
+
 @torch.no_grad()
 def load(chunks: list[nn.Module], hf: Any, state: HfState) -> None:
     """Give the chunks the weights of the checkpoint `state` of a model with the configuration `hf`."""
@@ -289,7 +296,7 @@ def load(chunks: list[nn.Module], hf: Any, state: HfState) -> None:
                 whole = layer_tensor(rest, layer.layer_number - 1, hf, state, layer)
             elif name.startswith("mtp.layers."):
                 _, _, local, rest = name.split(".", 3)
-                whole = mtp_tensor(rest, int(local), hf, state, chunk.mtp.layers[int(local)].transformer_layer)
+                whole = mtp_tensor(rest, int(local), hf, state, chunk.mtp.layers[int(local)])
             else:
                 whole = outer_tensor(name, chunk, hf, state)
             group = (
@@ -331,8 +338,9 @@ def with_mtp(state: HfState, hf: Any) -> dict[str, torch.Tensor]:
 def mtp_tensor(name: str, number: int, hf: Any, state: HfState, layer: Any) -> torch.Tensor:
     """The whole Megatron tensor `name` of layer `number` of those that predict more tokens."""
     at = hf.num_hidden_layers + number
-    if name.startswith("transformer_layer."):
-        return layer_tensor(name.removeprefix("transformer_layer."), at, hf, state, layer)
+    child, _, inside = name.partition(".")
+    if child in ("transformer_layer", "mtp_model_layer"):
+        return layer_tensor(inside, at, hf, state, getattr(layer, child))
     kind = name.removesuffix(".weight").replace("final_layernorm", "shared_head.norm")
     return state[f"model.layers.{at}.{kind}.weight"]
 

@@ -285,8 +285,9 @@ VERSIONS = """# Versions
 *Accepted* is the range in `setup.py`. The tests run with the versions of the lock files, `requirements-cpu.lock` and
 `requirements-gpu.lock`. `make test-oldest` runs most of them with the oldest accepted Python and torch. Not every
 version between ran. ZeRO's tests ran on CPUs with DeepSpeed 0.17.0, 0.17.6, 0.18.0 and 0.19.4 too: all that failed were
-[faults of older DeepSpeed](../use/your-loop.md#deepspeed). Megatron's ran with 0.16.0. [What ran with which
-vLLM](../evidence/versions.md) has more versions of vLLM."""
+[faults of older DeepSpeed](../use/your-loop.md#deepspeed). Megatron's ran with 0.16.0 too, and those of its source with
+0.17.1, 0.18.2 and 0.19.2, the last without DeepSeek-V2. [What ran with which vLLM](../evidence/versions.md) has more
+versions of vLLM."""
 
 AFTER_VERSIONS = """`requirements-verl.lock` has the vLLM and the torch of verl.
 `tests/integrations_frameworks/frameworks.lock` has the commits of SkyRL, OpenRLHF, prime-rl and NeMo-RL.

@@ -209,8 +209,6 @@ class _Stack:
     dim: int = 0
 
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 _SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<number>\d+)\.linear_fc(?P<linear>[12])\.weight")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.linear_fc(?P<linear>[12])\.weight(?P<number>\d+)")
 _LEGACY_EXPERTS = re.compile(r"mlp\.experts\.weight([12])")
@@ -276,16 +274,17 @@ class _ChunkReader:
         module, leaf = _module_and_leaf(name)
         if module == "decoder.final_layernorm":
             return [_replicated(f"model.norm.{leaf}", local)]
-        if (match := _LAYER.fullmatch(name)) is not None:
-            layer = self._chunk.decoder.layers[int(match[1])]
-            stacks = self._layer_stacks(layer, match[2], local)
-        elif (match := _MTP_LAYER.fullmatch(name)) is not None:
-            layer = self._chunk.mtp.layers[int(match[1])].transformer_layer  # its number continues the decoder's
-            stacks = self._mtp_stacks(layer, match[2], local)
-        else:
-            layer = stacks = None
+        stacks: list[_Stack] | None = None
+        match name.split(".", 3):
+            case "decoder", "layers", at, inside:
+                layer = self._chunk.decoder.layers[int(at)]
+                prefix = f"model.layers.{layer.layer_number - 1}."
+                stacks = self._layer_stacks(layer, inside, local)
+            case "mtp", "layers", at, inside:
+                layer = self._chunk.mtp.layers[int(at)]
+                prefix = f"model.layers.{self._config.num_layers + layer.layer_number - 1}."
+                stacks = self._mtp_stacks(layer, inside, local)
         if stacks is not None:
-            prefix = f"model.layers.{layer.layer_number - 1}."
             return [
                 _Stack([replace(s, name=s.name and prefix + s.name) for s in each.spans], each.view, each.dim)
                 for each in stacks
@@ -296,14 +295,15 @@ class _ChunkReader:
         return [_Stack(share(padded(name, self._vocab_size, self._chunk.vocab_size), self._tp), local)]
 
     def _mtp_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
-        """Return the stacks of a layer for multi-token prediction, under the names of DeepSeek-V3's checkpoints."""
+        """Return the stacks of a layer of multi-token prediction, under the names of DeepSeek-V3's checkpoints."""
         module, leaf = _module_and_leaf(name)
         if module in MTP_NORMS:
             return [_replicated(f"{MTP_NORMS[module]}.{leaf}", local)]
         if name == "eh_proj.weight":
             return [_Stack(side_by_side([name], len(local), self._tp), local)]
-        inside = name.removeprefix("transformer_layer.")
-        return self._layer_stacks(layer, inside, local) if inside != name else None
+        child, _, inside = name.partition(".")  # megatron-core 0.17 has renamed it, and numbers it from 1
+        is_inside = child in ("transformer_layer", "mtp_model_layer")
+        return self._layer_stacks(getattr(layer, child), inside, local) if is_inside else None
 
     def _layer_stacks(self, layer: Any, name: str, local: torch.Tensor) -> list[_Stack] | None:
         """Return the stacks under names relative to the layer, or None for an unknown parameter."""
