@@ -393,8 +393,9 @@ def place_among(members: Any) -> tuple[int, int]:
 def uses_nccl(members: Any) -> bool:
     """Return whether the members of a `Ranks` are a process group with NCCL as its backend for GPU tensors."""
     is_group = members != ALONE and dist.is_available() and dist.is_initialized()
-    # A group may have a backend for each kind of device, and then get_backend does not name NCCL.
-    return is_group and "cuda:nccl" in dist.get_backend_config(members).split(",")
+    # A group may have a backend for each kind of device, and then get_backend does not name NCCL. torch 2.15 also has
+    # "nccl2", "nccl-lazy" and "nccl-legacy".
+    return is_group and "cuda:nccl" in dist.get_backend_config(members)
 
 
 class Recovery:
