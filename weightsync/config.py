@@ -149,7 +149,8 @@ def read_config(config: WeightSyncConfig | Mapping[str, Any]) -> dict[str, Any]:
 def read_selection(given: Any) -> TensorSelection:
     """Return a copy of a `TensorSelection`, a mapping of its options as one, or one of all tensors for None."""
     if isinstance(given, TensorSelection):
-        vars(own := copy(given)).pop("_matched", None)  # a selection notes its matches, and a user may share it
+        own = copy(given)
+        vars(own).pop("_matched", None)  # a selection notes its matches, and a user may share it
         return own
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"selection={given!r}; expected a TensorSelection, such as TensorSelection(**options)")

@@ -199,11 +199,8 @@ def _grids(
         reads, writes, units = _DTYPES[source.dtype], _DTYPES[target.dtype], sizes
     step = _VECTOR_BYTES // max(units)  # equal on both sides, or Triton would move the values between threads
     places = zip(addresses, units, ([dim[1 + side] for dim in outer] for side in (0, 1)), strict=True)
-    if (
-        not dense
-        or columns % step
-        or any(at % (step * size) or any(stride % step for stride in of) for at, size, of in places)
-    ):
+    is_unaligned = any(at % (step * size) or any(stride % step for stride in of) for at, size, of in places)
+    if not dense or columns % step or is_unaligned:
         step = 1
     width = next((n for n in _COLUMNS if n <= columns), _COLUMNS[-1])
     kind = _Kind(reads, writes, dense, step, width)

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import stat
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, BinaryIO, TypeAlias
 
 import torch
 from msgspec import Meta, Struct
@@ -75,18 +75,20 @@ class SharedFile:
     """
 
     def __init__(self, nbytes: int) -> None:
+        file: BinaryIO | None = None
         try:
             fd = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
-            self._file = os.fdopen(fd, "rb")
+            file = os.fdopen(fd, "rb")
             os.posix_fallocate(fd, 0, nbytes)  # a full /dev/shm raises here, and would otherwise crash the first write
             self.data = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
-            if hasattr(self, "_file"):
-                self.close()
+            if file is not None:
+                file.close()
             raise PlacementError(
                 f"no room for {nbytes} bytes in {SHARED_MEMORY}: {error}; use smaller chunks (max_bytes), or give the "
                 "container a writable tmpfs there with more memory"
             ) from error
+        self._file = file
 
     def handle(self) -> Handle:
         """Return [kind, fields], for any number of readers, until `close`."""

@@ -276,7 +276,8 @@ def refuse_made_once(model: nn.Module) -> None:
         own, kind = vars(module), type(module).__name__
         made |= {f"{kind}.{name}": "" for name in _MADE_IN_FORWARD if name in own}
         made |= {f"{kind}.{name}": f", or start it without {one}" for name, one in _MAKERS.items() if own.get(name)}
-    for name, way_out in made.items():
+    if made:
+        name, way_out = next(iter(made.items()))
         raise UnsupportedError(
             f"vLLM makes values from weights once, by {name}, and would not make them again after a push. Restart the "
             f"engine from a checkpoint{way_out}"

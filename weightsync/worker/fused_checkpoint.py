@@ -104,12 +104,8 @@ def _copy_of_scale(
     matrix, row = divmod(copy.offset // columns, rows)
     cuts = [*zip((top, left), (high, wide), steps, full, strict=True), (row, high, steps[0], rows - row)]
     is_torn = any(first % step or (size % step and size != whole) for first, size, step, whole in cuts)
-    if (
-        is_torn
-        or wide != columns
-        or copy.offset % columns
-        or _without_idle_strides(copy).stride not in ((columns, 1), (0, 1))
-    ):
+    has_rows = _without_idle_strides(copy).stride in ((columns, 1), (0, 1))
+    if is_torn or wide != columns or copy.offset % columns or not has_rows:
         return None
     down, across = form.scale_shape(rows, columns)
     box = Box((top // steps[0], 0 if form.per_row else left // steps[1]), form.scale_shape(high, wide))
