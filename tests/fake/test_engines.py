@@ -911,7 +911,7 @@ def test_a_core_resets_behind_an_update_that_is_called(queued):
     engine.send_finish()
     while core.utility_results:
         core.answer()
-    engine.pause("keep")  # as the first push of another connection does
+    engine.start()  # as the first push of another connection does, and each push with pause="caller"
     engine.send_finish()
     assert core.sent[-2:] == [("reset_prefix_cache", True, False), ("reset_encoder_cache",)]
 

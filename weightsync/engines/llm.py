@@ -43,17 +43,15 @@ class LlmEngine(VllmEngine):
         An `LLM` needs no pause: its thread does not generate during a push. Under data parallelism its core may step
         with the cores of other processes.
         """
-        self._has_reset = False  # of an earlier push
-        if self._setup["in_step"]:
+        if self._setup["pauses"]:
             super().pause(mode)
         if core_process(self._engine) is None and any(self._call("collective_rpc", _take_refusal)):
             left = list(self._engine.llm_engine.output_processor.request_states)
             self._run("abort", lambda: self._engine.llm_engine.abort_request(left, True))
 
-    def resume(self) -> None:
-        """Resume a core that `pause` has paused."""
-        if self._setup["in_step"]:
-            super().resume()
+    def start(self) -> None:
+        self._has_reset = False  # of an earlier push
+        super().start()
 
     def takes_calls_ahead(self) -> bool:
         return not self._setup["in_step"] and takes_calls_ahead(self._engine)

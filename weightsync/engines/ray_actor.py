@@ -47,15 +47,10 @@ class RayEngine(VllmEngine):
 
         An `LLM` under data parallelism is paused too: its core may step with the cores of other actors.
         """
-        if self._is_async or self._setup["in_step"]:
+        if self._setup["pauses"]:
             super().pause(mode)
         else:
             self._reset_prefix_cache(connector=False)  # as `engines_of_ranks` does, for the same reason
-
-    def resume(self) -> None:
-        """Resume an engine that `pause` has paused."""
-        if self._is_async or self._setup["in_step"]:
-            super().resume()
 
     def is_alive(self) -> bool | None:
         try:

@@ -48,7 +48,8 @@ class VllmEngine(ABC):
         return bool(self._call("is_paused")) if "is_paused" in self._setup["methods"] else None
 
     def resume(self) -> None:
-        if self._call("wake_up", ["scheduling"], doing="resume") is False:
+        """Resume an engine that `pause` has paused."""
+        if self._setup["pauses"] and self._call("wake_up", ["scheduling"], doing="resume") is False:
             logger.warning(calls.STILL_ASLEEP, self.name)
 
     @abstractmethod
@@ -170,6 +171,7 @@ def setup_of(engine: Any) -> dict[str, str]:
     client = getattr(front_of(engine), "engine_core", None)
     size = getattr(config.parallel_config, "data_parallel_size", 1)
     launcher = getattr(config.parallel_config, "distributed_executor_backend", None)
+    in_step = size > 1 and not core
     # A model without these attributes is taken to have encoders, and so a cache of their outputs to reset.
     kinds = (getattr(getattr(config, "model_config", None), name, True) for name in _ENCODING)
     return {
@@ -181,7 +183,8 @@ def setup_of(engine: Any) -> dict[str, str]:
         "connector": "yes" if getattr(config, "kv_transfer_config", None) is not None else "",
         "methods": " ".join(name for name in _METHODS if hasattr(engine, name)),
         "cores": str(size if launcher == "external_launcher" else len(getattr(client, "core_engines", [engine]))),
-        "in_step": "yes" if size > 1 and not core else "",
+        "in_step": "yes" if in_step else "",
+        "pauses": "yes" if in_step or vllm_class(engine) == "AsyncLLM" else "",
     }
 
 
