@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMITS = {
-    "code lines of the core": 20_712,
+    "code lines of the core": 20_710,
     "code lines of the longest file": 350,
     "functions over 60 lines": 1,
     "classes of the core of over 12 attributes": 4,
