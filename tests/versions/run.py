@@ -70,8 +70,8 @@ server with torch 2.13 (vLLM 0.32.0). Both equal cold.
 `tests/engine` passed, the checks above included. The files of these checks also passed with torch 2.14, which 0.33
 wants. Tests with AMX did not run here. `test_registry` found a complete plan for each model that has one in 0.32.
 
-On one H200, 0.33.0's wheel for GPUs ran by hand with torch 2.14.0, without DeepGEMM, FlashInfer and FlashAttention 2. These
-files of `tests/gpu` passed, as far as they need one GPU: `test_fp8_blocks`, `test_mxfp4`, `test_sleep`,
+On one H200, 0.33.0's wheel for GPUs ran by hand with torch 2.14.0, without DeepGEMM, FlashInfer and FlashAttention 2.
+These files of `tests/gpu` passed, as far as they need one GPU: `test_fp8_blocks`, `test_mxfp4`, `test_sleep`,
 `test_hybrid_models`, `test_adapters_on_experts` and `test_push_from_a_thread`. So did `test_fp8_experts` with `fp8`,
 `fp8_per_channel` and FP8-dynamic, and `test_gpu` with dense, expert and float32 models over `ipc`. With `fp8_per_block`
 the answers equal cold too, but its modules were reloaded. 0.33 between GPUs never ran.
