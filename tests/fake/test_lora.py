@@ -312,7 +312,7 @@ def fsdp2(rank: int) -> None:
         flat = FullyShardedDataParallel(
             model, device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True
         )
-        with pytest.raises(UnsupportedError, match="FSDP1 is not covered"):
+        with pytest.raises(UnsupportedError, match=r"FSDP1 has flattened it.*for adapters use `fully_shard`"):
             open_source("fsdp", TensorSelection()).read(flat)
 
 

@@ -78,7 +78,7 @@ class FsdpSource(ModuleSource):
         if hasattr(tensor, "ds_tensor"):
             raise UnsupportedError('DeepSpeed has partitioned it (ZeRO-3); push with backend="deepspeed"')
         if any(getattr(each, FSDP_FLATTENED, False) for each in (tensor, tensor._base)):
-            raise UnsupportedError("FSDP1 has flattened it in a module around the pushed one; push the outermost one")
+            raise UnsupportedError("FSDP1 has flattened it: push the outermost module; for adapters use `fully_shard`")
         if not isinstance(tensor, DTensor):
             return read_whole(tensor)
         local = readable(tensor.to_local())
