@@ -71,7 +71,7 @@ class FsdpSource(ModuleSource):
             flat = {prefix + name: partial(_read_flat, *at) for name, at in flattened[id(module)].items()}
             own = dict(self.own_readers(prefix, module))
             own.pop(f"{prefix}_flat_param", None)
-            # First for the order of `state_dict`, and last because `flat` has the shards.
+            # `flat` comes first for the order of `state_dict`, and last because its readers read the shards.
             yield from (flat | own | flat).items()
 
     def read_param(self, tensor: torch.Tensor) -> LocalParam:

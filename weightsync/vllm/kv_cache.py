@@ -26,8 +26,8 @@ _LEAST_NON_FINITE = 0x7C
 def last_layers(layers: Mapping[str, Any], models: Sequence[nn.Module]) -> list[str]:
     """Return the names of the caching parts of each model's last layer. Call it once the engine has a cache.
 
-    Parts in memory of several dtypes are left out: finite float32 states may be NaN as bfloat16. vLLM itself zeroes new
-    attention blocks in such memory.
+    Parts in memory of several dtypes are left out: finite float32 states may be NaN as bfloat16. Where attention shares
+    memory with states, vLLM itself zeroes each new block of attention.
 
     Args:
         layers: All attention and recurrent layers, by name, in the order of the forward.
